@@ -143,7 +143,7 @@ def test_options_can_be_changed_when_loading(tmp_path):
     assert changed.saved_options["variance_floor"] == 0.05
     with pytest.raises(BadInput, match="did you mean 'routing'"):
         MatrixCapsNet.from_pretrained(tmp_path, routin="em")
-    with pytest.raises(BadInput, match="routing must be a Module, a Routing or a string; got 3"):
+    with pytest.raises(BadInput, match="routing must be a Rule, a Routing or a string; got 3"):
         MatrixCapsNet.from_pretrained(tmp_path, routing=3)
     with pytest.raises(BadInput, match="do not fit this MatrixCapsNet"):
         MatrixCapsNet.from_pretrained(tmp_path, routing="attention")

@@ -272,7 +272,11 @@ def test_a_font_without_the_characters_of_the_class_names_causes_one_warning(cal
 
 
 @pytest.mark.parametrize(
-    "variables", [{"PYTHONIOENCODING": "cp1252"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}]
+    "variables",
+    [
+        {"PYTHONIOENCODING": "cp1252"},
+        pytest.param({"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, marks=pytest.mark.slow),
+    ],
 )
 def test_training_works_if_the_encoding_of_the_output_lacks_some_characters(variables, images, tmp_path):
     words = [

@@ -74,7 +74,8 @@ fit(tiny(1), SPLITS, Path(sys.argv[1]) / "second", logger=logger)
 
 
 @pytest.mark.parametrize(
-    ("logger", "at_exit", "error"), [("none", "closed", ""), ("wrong", "open", "logger must be one")]
+    ("logger", "at_exit", "error"),
+    [("none", "closed", ""), pytest.param("wrong", "open", "logger must be one", marks=pytest.mark.slow)],
 )
 def test_the_process_group_is_closed_at_exit_unless_the_last_training_failed(logger, at_exit, error, tmp_path):
     words = [sys.executable, "-c", PROCESS_GROUP, tmp_path, logger]

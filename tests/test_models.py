@@ -300,7 +300,7 @@ def test_every_layer_of_a_model_gets_a_copy_of_a_rule():
         (AttentionRouting(8), r"\(AttentionRouting\) made for pose_size=8, but the layer has pose_size=16"),
         (GenerativeRouting(9, 2, 3), r"\(GenerativeRouting\) made for child_types=2, but the layer has child_types=3"),
         (SelfRouting(9, 2, 3, (2, 8)), r"child_pose_shape=\(2, 8\), but the layer has child_pose_shape=\(4, 4\)"),
-        (EMRouting, "routing must be a Module, a Routing or a string; got"),
+        (EMRouting, "routing must be a Rule, a Routing or a string; got"),
     ):
         with pytest.raises(BadInput, match=message) as refused:
             create_model("matrix-capsnet", routing=routing, widths=(4, 2, 3, 3))
@@ -315,7 +315,7 @@ def test_a_routing_is_an_immutable_name_with_options():
     routing.options["iterations"] = 5
     assert routing == Routing("em", iterations=2, variance_floor=0.5) == pickle.loads(pickle.dumps(routing))
     assert routing.replace(iterations=1) == Routing("em", iterations=1, variance_floor=0.5) != routing
-    assert copy.deepcopy(MatrixCapsNet(routing=routing)).class_capsules.routing.options["iterations"] == 2
+    assert copy.deepcopy(MatrixCapsNet(routing=routing)).class_capsules.routing.iterations == 2
 
 
 @pytest.mark.parametrize(

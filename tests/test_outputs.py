@@ -20,6 +20,7 @@ import torch
 from conftest import train
 from image_trees import refused as refuses
 from test_image_table import png
+from test_run_folder import SPLITS, tiny
 from torchcaps import Classifier, PooledCNN, Preprocessing
 from torchcaps.batches import Batches, ImageBatches
 from torchcaps.cli import LONGEST, QUIET_SECONDS, _OneInterrupt
@@ -27,6 +28,8 @@ from torchcaps.cli.common import print_classes
 from torchcaps.data import Images, load_image_table
 from torchcaps.data.files import atomically
 from torchcaps.export import _compiled
+from torchcaps.training import fit
+from torchcaps.training_module import TrainingModule
 
 
 @contextmanager
@@ -322,3 +325,18 @@ def test_a_run_whose_path_contains_two_colons_can_be_resumed(call, images, tmp_p
     for epochs in (1, 2):
         code, _, error = train(call, images, run, "--epochs", epochs, *["--resume"][: epochs - 1])
         assert code == 0, error
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_time_left_includes_the_validation_of_every_epoch_that_is_left(tmp_path, monkeypatch, capsys):
+    class Slow(TrainingModule):
+        def on_validation_epoch_end(self):
+            time.sleep(2)
+            super().on_validation_epoch_end()
+
+    monkeypatch.setattr("torchcaps.run_writers.PROGRESS_SECONDS", 0.0)
+    fit(tiny(3), SPLITS, tmp_path / "run", module_class=Slow, test=False)
+    left = re.findall(r"epoch (\d)/3  step 3/3 .*  (\d+) s left", capsys.readouterr().out)
+    assert [epoch for epoch, _ in left] == ["1", "2", "3"]
+    assert int(left[1][1]) >= 4
+    assert int(left[2][1]) >= 2

@@ -87,17 +87,14 @@ def test_a_rule_without_annotation_can_be_given_with_options(small, tmp_path):
     assert Small.from_pretrained(tmp_path, routing=Routing("dynamic", iterations=4)).classes.routing.iterations == 4
 
 
-class PlainRule(nn.Module):
-    """A rule that is not derived from `Rule`."""
+class Repeated(UniformRouting):
+    """A rule that is not in `ROUTINGS`."""
 
     iterations = 3
 
-    def forward(self, children, transform, routing_map, return_couplings=False):
-        return UniformRouting()(children, transform, routing_map)
-
 
 def test_early_iterations_change_only_routing_rules(small):
-    model = Small(routing=PlainRule())
+    model = Small(routing=Repeated())
     model.messages = nn.Identity()
     model.messages.iterations = 4
     training = module(model, epochs=2, early_epochs=1, early_iterations=1)

@@ -11,12 +11,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.numpy import load_file
 
 from conftest import make_images, train
 from test_run_folder import SPLITS, FirstIsBest, digits, tiny
-from torchcaps import BadInput
+from torchcaps import BadInput, Classifier
 from torchcaps.confusion import per_class
+from torchcaps.data import Preprocessing
 from torchcaps.data.files import write_json
 from torchcaps.evaluation import evaluate
 from torchcaps.model_card import publish
@@ -322,3 +324,41 @@ def test_the_command_trains_without_a_test(call, refused, images, tmp_path):
     assert "test_accuracy_percent" in out
     assert call("publish", run, weights)[0] == 0
     assert call("evaluate", run)[0] == 0
+
+
+class RecordingRates(TrainingModule):
+    """Records the learning rate of every training step."""
+
+    rates: list[float]
+
+    def training_step(self, batch, batch_index):
+        self.rates.append(self.optimizers().param_groups[0]["lr"])
+        return super().training_step(batch, batch_index)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_resumed_run_with_more_epochs_follows_the_new_schedule_from_its_first_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(RecordingRates, "rates", [], raising=False)
+    fit(tiny(2, schedule="cosine"), SPLITS, tmp_path / "run", module_class=RecordingRates)
+    for folder, epochs in (("run", 4), ("whole", 4)):
+        recipe = tiny(epochs, schedule="cosine")
+        fit(recipe, SPLITS, tmp_path / folder, module_class=RecordingRates, resume=folder == "run")
+    _, resumed, whole = RecordingRates.rates[:6], RecordingRates.rates[6:12], RecordingRates.rates[12:]
+    assert len(whole) == 12
+    assert resumed == whole[6:]
+    assert min(resumed) > 0
+
+
+def test_of_equal_scores_every_command_names_the_first_class(call, tmp_path):
+    names = tuple("abcdefghijkl")
+    model = PooledCNN((1, 28, 28), num_classes=len(names))
+    for weights in model.parameters():
+        torch.nn.init.zeros_(weights)
+    Classifier(model, names, (1, 28, 28), Preprocessing()).save_pretrained(tmp_path / "flat")
+    Image.new("L", (28, 28)).save(tmp_path / "digit.png")
+    code, out, error = call("predict", tmp_path / "flat", tmp_path / "digit.png")
+    assert code == 0, error
+    answer = Classifier.from_pretrained(tmp_path / "flat").predict(tmp_path / "digit.png")
+    assert len(answer.scores.unique()) == 1
+    assert answer.class_names == ["a"]
+    assert re.search(r"digit\.png\W+a\W+0\.\d+\W+b\W", out)

@@ -34,6 +34,8 @@ from torchcaps.run_writers import AtomicCheckpoints
 from torchcaps.training import fit
 from torchcaps.training_module import TrainingModule
 
+LOADING = [pytest.param([], marks=pytest.mark.slow), ["--cache", "none", "--workers", "2"]]
+
 
 def weights_equal(one: Path, other: Path) -> bool:
     first, second = load_file(one / "model.safetensors"), load_file(other / "model.safetensors")
@@ -67,7 +69,7 @@ def test_a_run_folder_contains_all_its_files(finished):
     assert metrics["best_epoch"] == int(best["epoch"])
 
 
-@pytest.mark.parametrize("loading", [[], ["--cache", "none", "--workers", "2"]])
+@pytest.mark.parametrize("loading", LOADING)
 def test_a_killed_run_that_is_resumed_gives_bit_identical_weights(loading, succeeds, images, finished, tmp_path):
     out = tmp_path / "run"
     settings = ["--epochs", "3", "--batch-size", "2", *loading]
@@ -89,7 +91,7 @@ def test_a_killed_run_that_is_resumed_gives_bit_identical_weights(loading, succe
     assert len((out / "metrics.csv").read_text().splitlines()) == 4
 
 
-@pytest.mark.parametrize("loading", [[], ["--cache", "none", "--workers", "2"]])
+@pytest.mark.parametrize("loading", LOADING)
 def test_an_interrupted_run_prints_how_to_resume_and_leaves_no_partial_file(loading, images, tmp_path):
     """The process enables Ctrl-C first, because a process started in the background ignores it."""
     heeding = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "

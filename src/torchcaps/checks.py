@@ -75,16 +75,14 @@ def check_floating(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name} must have a floating-point dtype; got {described(tensor)}: use {name}.float()")
 
 
-def check_device(name: str, tensor: Tensor, pose: Tensor) -> None:
-    """Check that a tensor is on the device of the pose.
+def check_device(name: str, tensor: Tensor, device: torch.device) -> None:
+    """Check that a tensor is on ``device``, the device of the pose.
 
     Raises:
-        ValueError: ``tensor`` and ``pose`` are on different devices.
+        ValueError: ``tensor`` is on another device.
     """
-    if tensor.device != pose.device:
-        raise ValueError(
-            f"{name} is on {tensor.device} and pose on {pose.device}: move both to one device with .to(device)"
-        )
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device} and pose on {device}: move both to one device with .to(device)")
 
 
 def check_sizes(**sizes: Any) -> None:

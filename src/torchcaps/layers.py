@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from torchcaps.capsules import Capsules, check_capsules, coordinate_addition, vector_side
 from torchcaps.checks import check_number, check_shape, check_sizes, described, has_values
-from torchcaps.routing import LayerShape, Routing, rule_for
+from torchcaps.routing import LayerShape, Routing, Rule, rule_for
 from torchcaps.routing_map import Constant, RoutingMap
 
 
@@ -84,7 +84,7 @@ class CapsuleLayer(TransformModule):
         self,
         routing_map: RoutingMap,
         transform: Tensor,
-        routing: nn.Module | Routing | str,
+        routing: Rule | Routing | str,
         child_pose_shape: tuple[int, int] | None = None,
         draw: Callable[[Tensor], object] | None = None,
     ) -> None:
@@ -165,7 +165,7 @@ class DenseCaps(CapsuleLayer):
         child_pose_size: int,
         parent_types: int,
         parent_pose_size: int,
-        routing: nn.Module | Routing | str = "dynamic",
+        routing: Rule | Routing | str = "dynamic",
     ) -> None:
         check_sizes(child_sites=child_sites, child_types=child_types, child_pose_size=child_pose_size)
         check_sizes(parent_types=parent_types, parent_pose_size=parent_pose_size)
@@ -218,7 +218,7 @@ class ConvCaps(CapsuleLayer):
         pose_size: tuple[int, int] = (4, 4),
         initial_std: float = 0.1,
         around_identity: bool = True,
-        routing: nn.Module | Routing | str = "em",
+        routing: Rule | Routing | str = "em",
     ) -> None:
         check_sizes(child_types=child_types, parent_types=parent_types, kernel_size=kernel_size)
         size = columns_of(pose_size)
@@ -270,7 +270,7 @@ class ClassCaps(CapsuleLayer):
         add_coordinates: bool = True,
         initial_std: float = 0.1,
         around_identity: bool = True,
-        routing: nn.Module | Routing | str = "em",
+        routing: Rule | Routing | str = "em",
     ) -> None:
         is_meta = isinstance(coordinates, Tensor) and coordinates.is_meta
         if not isinstance(coordinates, Tensor) or coordinates.shape[1:] != (2,) or is_meta:
@@ -357,7 +357,7 @@ class SharedCaps(TransformModule):
         child_pose_size: int,
         parent_types: int,
         parent_pose_size: int,
-        routing: nn.Module | Routing | str = "dynamic",
+        routing: Rule | Routing | str = "dynamic",
     ) -> None:
         super().__init__()
         check_sizes(child_pose_size=child_pose_size, parent_types=parent_types, parent_pose_size=parent_pose_size)

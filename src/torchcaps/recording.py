@@ -16,6 +16,7 @@ from torchcaps.capsules import Capsules
 from torchcaps.checks import has_values
 from torchcaps.routing import votes as routing_votes
 from torchcaps.routing.agreement import Agreement, Moments
+from torchcaps.routing.rule import Rule
 from torchcaps.routing.votes import Votes
 from torchcaps.routing_map import RoutingMap
 
@@ -56,7 +57,7 @@ class Layer:
     """
 
     name: str
-    rule: nn.Module
+    rule: Rule
     routing_map: RoutingMap
     passes: list[Pass] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
@@ -92,7 +93,7 @@ class Layer:
         If the activation of a parent depends only on its mass, as in self-routing, this formula is not used: the method
         returns the result of `shares`.
         """
-        if getattr(self.rule, "activation_from_mass", False):
+        if self.rule.activation_from_mass:
             return self.shares(number)
         found, columns = self.passes[number], self.parents.pose.shape[4]  # a rule may append columns to the votes
         votes = found.votes.materialised()[0, ..., :columns].flatten(3)
@@ -164,7 +165,7 @@ def recorded(model: nn.Module) -> Iterator[list[Layer]]:
         return found
 
     def begin(name: str) -> Any:
-        def hook(module: nn.Module, given: Any, *rest: Any) -> None:
+        def hook(module: Any, given: Any, *rest: Any) -> None:
             if get_ident() == thread:  # in other threads, PyTorch can leave out the keyword arguments
                 named: Mapping[str, Any] = rest[0]
                 discard(module)  # a call that Ctrl-C has interrupted
@@ -198,7 +199,7 @@ def recorded(model: nn.Module) -> Iterator[list[Layer]]:
 
     with RECORDING:
         for name, module in model.named_modules():
-            if hasattr(module, "for_layer"):
+            if isinstance(module, Rule):
                 handles.append(module.register_forward_pre_hook(begin(name), with_kwargs=True))
                 handles.append(module.register_forward_hook(end, always_call=True))
         before, routing_votes.observer = routing_votes.observer, observe

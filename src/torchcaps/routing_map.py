@@ -296,33 +296,32 @@ class RoutingMap:
             raise ValueError(f"pose must be a tensor [B, S, C, R, Q]; got {described(pose)}{cure}")
         if not isinstance(transform, Tensor):
             raise ValueError(f"transform must be a tensor [K, C, J, Q, N]; got {described(transform)}")
-        if pose.ndim != 5 or transform.ndim != 5:
+        poses, transforms = pose.shape, transform.shape
+        if len(poses) != 5 or len(transforms) != 5:
             raise ValueError(
-                f"pose must be [B, S, C, R, Q] and transform [K, C, J, Q, N]; "
-                f"got {list(pose.shape)} and {list(transform.shape)}"
+                f"pose must be [B, S, C, R, Q] and transform [K, C, J, Q, N]; got {list(poses)} and {list(transforms)}"
             )
-        for name, tensor in (("pose", pose), ("transform", transform)):
+        for name, tensor, shape in (("pose", pose, poses), ("transform", transform, transforms)):
             check_floating(name, tensor)
-            if 0 in tensor.shape[1:]:
-                raise ValueError(
-                    f"every dimension of {name} after the first must be at least 1; got {list(tensor.shape)}"
-                )
-        check_device("transform", transform, pose)
-        if pose.shape[1] != self.child_sites:
+            if 0 in shape[1:]:
+                raise ValueError(f"every dimension of {name} after the first must be at least 1; got {list(shape)}")
+        check_device("transform", transform, pose.device)
+        _, sites, types, _, columns = poses
+        if sites != self.child_sites:
             raise ValueError(
-                f"pose has {pose.shape[1]} child sites (dimension 1), but the routing map has {self.child_sites}: "
-                f"create the layer or the map for {pose.shape[1]} child sites"
+                f"pose has {sites} child sites (dimension 1), but the routing map has {self.child_sites}: "
+                f"create the layer or the map for {sites} child sites"
             )
-        if transform.shape[0] != self.transforms:
+        if transforms[0] != self.transforms:
             raise ValueError(
-                f"transform has size {transform.shape[0]} in dimension 0, but the routing map has {self.transforms} "
+                f"transform has size {transforms[0]} in dimension 0, but the routing map has {self.transforms} "
                 f"transforms: create the transform or the map for the same number of transforms"
             )
-        if pose.shape[2] != transform.shape[1] or pose.shape[4] != transform.shape[3]:
+        if types != transforms[1] or columns != transforms[3]:
             raise ValueError(
                 "pose [B, S, C, R, Q] and transform [K, C, J, Q, N] must have the same C and Q; pose has "
-                f"C={pose.shape[2]}, Q={pose.shape[4]} and transform has C={transform.shape[1]}, "
-                f"Q={transform.shape[3]}: create the layer or the transform for C={pose.shape[2]}, Q={pose.shape[4]}"
+                f"C={types}, Q={columns} and transform has C={transforms[1]}, Q={transforms[3]}: create the layer or "
+                f"the transform for C={types}, Q={columns}"
             )
 
     def log_couplings(

@@ -78,13 +78,20 @@ class EpochLog(Callback):
         images: number of training images.
         measure: function that takes the model, in evaluation mode, and is called after every epoch. If the function
             returns values, they are added to the row.
+        evaluated: number of images on which the network runs between two epochs: the validation images, and the images
+            for the statistics of BatchNorm. The time of this evaluation is estimated until the first epoch has ended.
     """
 
     def __init__(
-        self, path: Path, images: int, measure: Callable[[nn.Module], Mapping[str, float] | None] | None = None
+        self,
+        path: Path,
+        images: int,
+        measure: Callable[[nn.Module], Mapping[str, float] | None] | None = None,
+        evaluated: int = 0,
     ) -> None:
         self.path = path
         self.images = images
+        self.evaluated = evaluated
         self.measure = measure
         self.rows: list[dict[str, Any]] = []
         self.start = self.printed = self.train_seconds = self.learning_rate = 0.0
@@ -112,12 +119,21 @@ class EpochLog(Callback):
             self.printed = now
             steps = int(trainer.num_training_batches)
             done = (batch_index + 1) / steps
-            left = self.train_seconds / done * ((trainer.max_epochs or 0) - trainer.current_epoch - done)
+            epochs = (trainer.max_epochs or 0) - trainer.current_epoch
+            training = self.train_seconds / done  # of an epoch
+            left = training * (epochs - done) + self._seconds_of_evaluation(training) * epochs
             print(
                 f"epoch {trainer.current_epoch + 1}/{trainer.max_epochs}  step {batch_index + 1}/{steps}  "
                 f"{done * self.images / self.train_seconds:.0f} images/s  {duration(left)} left",
                 flush=True,
             )
+
+    def _seconds_of_evaluation(self, training: float) -> float:
+        """Return the time between two epochs, given the time of the training steps of one epoch."""
+        if not self.rows:  # a forward pass takes about a third of a training step
+            return training * self.evaluated / (3 * self.images)
+        last = self.rows[-1]
+        return max(0.0, float(last["seconds"]) - self.images / float(last["train_images_per_second"]))
 
     def on_train_epoch_end(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
         if not trainer.is_global_zero:

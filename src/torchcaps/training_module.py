@@ -23,9 +23,9 @@ from torchcaps.convolution import use_channels_last
 from torchcaps.data import Images
 from torchcaps.errors import BadInput, Diverged
 from torchcaps.losses import LOSSES, balanced_weights, reconstruction_loss, spread_margin
-from torchcaps.models.saved_rules import layer_rules
 from torchcaps.pictures import save_reconstructions
 from torchcaps.recipe import FUSED, OPTIMIZERS, Recipe
+from torchcaps.routing import Rule
 from torchcaps.scores import calibration_error_percent
 
 WEIGHT_OF_LOSS = 1e-5
@@ -62,13 +62,8 @@ class TrainingModule(lightning.LightningModule):
         self.steps = steps
         use_channels_last(model)
         self.recipe = recipe
-        of_layers = layer_rules(model).values()
-        rules = [
-            module
-            for module in model.modules()
-            if (hasattr(module, "for_layer") or module in of_layers)
-            and isinstance(getattr(module, "iterations", None), int)
-        ]
+        modules = [module for module in model.modules() if isinstance(module, Rule)]
+        rules = [rule for rule in modules if isinstance(getattr(rule, "iterations", None), int)]
         self._iterations = [(rule, cast(int, rule.iterations)) for rule in rules]
         if recipe.early_epochs and not rules:
             raise BadInput(
@@ -178,6 +173,12 @@ class TrainingModule(lightning.LightningModule):
         for handle in handles:
             handle.remove()
         return f"the output of module {found[0]}" if found else "the loss itself"
+
+    def on_train_start(self) -> None:
+        """Set the learning rate of the first step, because a resumed run can have more epochs than its checkpoint."""
+        schedule = cast(torch.optim.lr_scheduler.LambdaLR, self.lr_schedulers())
+        for group, rate in zip(schedule.optimizer.param_groups, schedule.base_lrs, strict=True):
+            group["lr"] = rate * self._rate(schedule.last_epoch)
 
     def on_train_epoch_start(self) -> None:
         self.set_iterations(early=self.current_epoch < self.recipe.early_epochs)

@@ -27,13 +27,13 @@ class Problem(NamedTuple):
         leaves: tensors that require gradients.
         ways: functions that compute the parent capsules from the leaves, keyed by the name of the implementation.
         agreeing: pairs of functions whose outputs and gradients must agree.
-        flops: floating-point operations per image; a multiply-add counts as two operations.
+        flops: floating-point operations per image; a multiply-add counts as two operations. None if unknown.
     """
 
     leaves: list[Tensor]
     ways: dict[str, Callable[[], list[Tensor]]]
     agreeing: list[tuple[Callable[[], list[Tensor]], Callable[[], list[Tensor]]]]
-    flops: float
+    flops: float | None = None
 
 
 class Layer(NamedTuple):
@@ -205,8 +205,10 @@ def bench_routing(
             if DEVICE == "cuda":
                 ways["fused, CUDA graph"] = captured(ways["fused"])
             for row in compare(f"{name}, {direction}", ways, images=batch, repeats=repeats, warm_ups=warm_ups):
-                reached = share * problem.flops * batch / (1e6 * row["median ms"])
-                yield {**row, "useful GFLOP/s": round(reached, 1)}
+                if problem.flops is not None:
+                    reached = share * problem.flops * batch / (1e6 * row["median ms"])
+                    row["useful GFLOP/s"] = round(reached, 1)
+                yield row
 
 
 def forward(problem: Problem, run: Callable[[], list[Tensor]]) -> Callable[[], None]:

@@ -142,13 +142,10 @@ def rule_stack(name: str, batch: int = BATCH, *, grid: int = 14, types: tuple[in
         "materialised votes": lambda: materialised(MATERIALISED[name]),
         "materialised votes, compiled": lambda: materialised(compiled()),
     }
-    votes = sum(
-        len(each[2].edges) * rule.transform[0, ..., 0, 0].numel() for rule, each in zip(layers, sizes, strict=True)
-    )
     used = [pose, activation, *(x for rule in layers for x in rule.parameters())]
     seen = torch.autograd.grad(ways["fused"]()[0].square().sum(), used, allow_unused=True)
     leaves = [x for x, grad in zip(used, seen, strict=True) if grad is not None and grad.norm() > 1e-3]
-    return Problem(leaves, ways, [(way, ways["reference"]) for way in ways.values()], 2.0 * 4 * 16 * votes)
+    return Problem(leaves, ways, [(way, ways["reference"]) for way in ways.values()])
 
 
 def rule_problems() -> dict[str, tuple[Callable[[int], Problem], int]]:

@@ -55,8 +55,8 @@ def predict(
         return
     lines = []
     for path, answer in answers:
-        best = answer.scores[0].topk(2)
-        first, second = (classifier.class_names[index] for index in best.indices.tolist())
+        best = answer.scores[0].sort(descending=True, stable=True)  # of equal scores, argmax takes the first
+        first, second = (classifier.class_names[index] for index in best.indices[:2].tolist())
         lines.append((path, first, f"{best.values[0]:.3f}", second, f"{best.values[1]:.3f}"))
     print_table(("image", "class", "score", "runner-up", "score"), lines)
 

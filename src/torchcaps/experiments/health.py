@@ -12,9 +12,10 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from torchcaps.data import Images
-from torchcaps.experiments.study import Outcome, Row, Study, part, routed, some
+from torchcaps.experiments.study import Outcome, Row, Study, part, some
 from torchcaps.losses import LOSSES
 from torchcaps.recipe import Recipe
+from torchcaps.recording import recorded
 
 DEAD = 0.01
 """A capsule is dead if its activation is at most this value for every image."""
@@ -34,16 +35,15 @@ def layers_of(model: nn.Module, images: Images, recipe: Recipe) -> dict[str, dic
     batches = list(zip(images.pixels.split(50), images.labels.split(50), strict=True))
     for pixels, labels in batches:
         model.zero_grad()
-        inputs = preprocessing.plain(pixels)
-        routings = routed(model, inputs)
-        loss = LOSSES[recipe.loss](model(inputs, labels).scores, labels, **recipe.loss_options)
-        loss.backward()
-        for name, layer in routings.items():
+        with recorded(model) as layers:
+            scores = model(preprocessing.plain(pixels), labels).scores
+        LOSSES[recipe.loss](scores, labels, **recipe.loss_options).backward()
+        for layer in layers:
+            name, last = layer.name.removesuffix(".routing"), layer.passes[-1]
             gradient = cast(Tensor, model.get_parameter(f"{name}.transform").grad)
             length = gradient.norm().item() / len(batches)
             with torch.no_grad():
-                given = (layer.children, layer.transform, layer.routing_map)
-                couplings: Tensor = layer.rule(*given, return_couplings=True)[1]
+                couplings = last.votes.couplings(last.agreement)
                 child, sites = layer.routing_map.edges_on(couplings.device)[:, 0], layer.routing_map.child_sites
                 reached = couplings.shape[1] * child.bincount(minlength=sites).double()
                 each = torch.special.entr(couplings.double()).sum(dim=1)

@@ -13,7 +13,6 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from torchcaps.capsules import Capsules
 from torchcaps.data import Images, Preprocessing, Splits, difference, fingerprint, load_splits
 from torchcaps.data.files import read_json, write_json
 from torchcaps.environment import environment
@@ -21,8 +20,6 @@ from torchcaps.errors import BadInput, Diverged
 from torchcaps.models import MODELS
 from torchcaps.recipe import Recipe, resolve_precision
 from torchcaps.recipes import RECIPES
-from torchcaps.routing import DynamicRouting, EMRouting
-from torchcaps.routing_map import RoutingMap
 from torchcaps.run_folder import changed_setting, existing_run, finished, read_rows
 from torchcaps.training import fit
 from torchcaps.training_module import TrainingModule
@@ -136,7 +133,7 @@ class Study:
         recipe = replace(recipe, precision=resolve_precision(recipe.precision))
         run = existing_run(folder, resume=True)
         if run is not None and (changed := difference(run.data, fingerprint(splits, run.data)[0])):
-            raise BadInput(f"{folder} was started with other data: {changed}; use the same data, or another --out")
+            raise BadInput(f"{folder} was started with other data ({changed}): use the same data, or another --out")
         if run is not None and (changed := changed_setting(run.recipe, recipe)):
             elsewhere = changed.startswith(("precision=", "model.im2col="))  # chosen by the hardware
             where, cure = ("on other hardware, ", "continue it there, or ") if elsewhere else ("", "")
@@ -320,37 +317,6 @@ class Study:
         if saved["commit"]:
             self.commits.append(saved["commit"])
         return saved["result"]
-
-
-class Routed(NamedTuple):
-    """The inputs of a routing rule for one batch, and the parent capsules that the rule returned."""
-
-    rule: DynamicRouting | EMRouting
-    children: Capsules
-    transform: Tensor
-    routing_map: RoutingMap
-    parents: Capsules
-
-
-def routed(model: nn.Module, images: Tensor) -> dict[str, Routed]:
-    """Run a model on images. Return the inputs and outputs of its routing rules, keyed by the name of the layer."""
-    found: dict[str, Routed] = {}
-
-    def record(name: str) -> Callable[..., None]:
-        def hook(rule: Any, given: tuple[Capsules, Tensor, RoutingMap], parents: Any) -> None:
-            children, transform, routing_map = given
-            found[name] = Routed(rule, children, transform, routing_map, parents)
-
-        return hook
-
-    rules = {name: rule for name, rule in model.named_modules() if isinstance(rule, DynamicRouting | EMRouting)}
-    hooks = [rule.register_forward_hook(record(name.removesuffix(".routing"))) for name, rule in rules.items()]
-    try:
-        model(images)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return found
 
 
 def part(name: str, seed: int) -> str:

@@ -6,8 +6,8 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from torchcaps.data import Images, Preprocessing
-from torchcaps.experiments.study import Outcome, Row, Study, routed, scores_of
-from torchcaps.routing import EMRouting
+from torchcaps.experiments.study import Outcome, Row, Study, scores_of
+from torchcaps.recording import recorded
 
 IMAGES = 500
 """Number of correctly and of incorrectly classified images, drawn at random, on which distances are measured."""
@@ -18,14 +18,15 @@ def distances(
 ) -> list[tuple[Float[Tensor, "B J votes"], Float[Tensor, "B J votes"]]]:
     """Return, per routing iteration, the votes' distances from the mean of their class capsule, and the couplings."""
     with torch.inference_mode():
-        routing = routed(model, images)["class_capsules"]
-        assert isinstance(routing.rule, EMRouting)
-        votes = routing.routing_map.votes(routing.children.pose, routing.transform)
+        with recorded(model) as layers:
+            model(images)
+        layer = next(layer for layer in layers if layer.name == "class_capsules.routing")
+        votes = layer.passes[0].votes.materialised()
         found = []
-        for one in routing.rule.passes(routing.children, routing.transform, routing.routing_map):
-            mean = routing.routing_map.at_edges(one.mean.transpose(1, 2))
+        for one in layer.passes:
+            mean = layer.routing_map.at_edges(one.moments.mean.transpose(1, 2))
             distance = (votes - mean.unsqueeze(3)).flatten(4).norm(dim=4)
-            found.append((distance.flatten(2), one.couplings.flatten(2)))
+            found.append((distance.flatten(2), one.votes.couplings(one.agreement).flatten(2)))
         return found
 
 

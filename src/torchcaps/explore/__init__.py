@@ -22,7 +22,7 @@ from torchcaps.inspection import Inspection, about_crops, inspect
 from torchcaps.models import PooledCapsNet
 from torchcaps.options import kinds_of
 from torchcaps.pictures import stretched
-from torchcaps.routing import ROUTINGS, Routing
+from torchcaps.routing import ROUTINGS, Routing, Rule
 
 LOADED = 12
 """Number of networks that stay in memory. A network that runs with two rules counts as two networks."""
@@ -93,7 +93,7 @@ class Explorer:
             return self._rules[name]
 
     def _find_rules(self, name: str) -> Rules:
-        own_rules = [module for module in self.classifier(name).model.modules() if hasattr(module, "for_layer")]
+        own_rules = [module for module in self.classifier(name).model.modules() if isinstance(module, Rule)]
         own = next((known for known, kind in ROUTINGS.items() if own_rules and type(own_rules[-1]) is kind), "")
         if not own:
             raise BadInput(f"{self.sources[name]} contains no capsule network: give a network with a routing rule")

@@ -42,13 +42,16 @@ def _couplings(pose, transform, edge_lists, parent_sites, constant, linear, quad
     return _given(linear, quadratic) * product
 
 
-def _moments_backward(pose, activation, transform, edge_lists, parent_sites, record, *_, **__):
+def _moments_backward(
+    pose, activation, transform, edge_lists, parent_sites, record, types, none_of_the_above, by_sample, agreement_grads,
+    *_, **__,
+):  # fmt: skip
     """Count the FLOPs of the gradients of the couplings and of the agreement."""
     from torchcaps.kernels.record import records_of
 
     product, _ = _of_votes(pose, transform, edge_lists, parent_sites)
     (one,) = records_of(record)
-    return _given(one.mean_grad, one.variance, one.linear, one.quadratic) * product
+    return (_given(one.mean_grad, one.variance) + agreement_grads * _given(one.linear, one.quadratic)) * product
 
 
 def _votes_backward(pose, activation, transform, edge_lists, parent_sites, records, *_, **__):

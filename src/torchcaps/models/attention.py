@@ -18,7 +18,7 @@ from torchcaps.layers import CapsuleLayer, ConvCaps
 from torchcaps.models.image_shape import check_image_shape, check_images
 from torchcaps.models.pretrained import Pretrained
 from torchcaps.primary import PrimaryCaps
-from torchcaps.routing import AttentionRouting, Routing, with_defaults
+from torchcaps.routing import AttentionRouting, Routing, Rule, with_defaults
 from torchcaps.routing_map import RoutingMap
 
 ATTENTION = Routing("attention", competition="types")
@@ -83,7 +83,7 @@ class AttentionCapsNet(nn.Module, Pretrained):
         channels: int = 256,
         types: int = 32,
         pose_side: int = 4,
-        routing: nn.Module | Routing | str = ATTENTION,
+        routing: Rule | Routing | str = ATTENTION,
         concurrent: bool = False,
     ) -> None:
         super().__init__()

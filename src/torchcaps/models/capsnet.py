@@ -14,7 +14,7 @@ from torchcaps.layers import DenseCaps
 from torchcaps.models.image_shape import check_image_shape, check_images
 from torchcaps.models.pretrained import Pretrained
 from torchcaps.primary import PrimaryCaps
-from torchcaps.routing import Routing
+from torchcaps.routing import Routing, Rule
 
 
 class CapsNet(nn.Module, Pretrained):
@@ -65,7 +65,7 @@ class CapsNet(nn.Module, Pretrained):
         primary_pose_size: int = 8,
         class_pose_size: int = 16,
         decoder: bool = True,
-        routing: nn.Module | Routing | str = "dynamic",
+        routing: Rule | Routing | str = "dynamic",
         im2col: bool = False,
         stem: bool = False,
     ) -> None:

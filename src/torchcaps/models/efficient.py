@@ -15,7 +15,7 @@ from torchcaps.decoder import Decoder, prediction_of
 from torchcaps.layers import DenseCaps, truncated_normal_
 from torchcaps.models.image_shape import check_image_shape, check_images
 from torchcaps.models.pretrained import Pretrained
-from torchcaps.routing import Routing
+from torchcaps.routing import Routing, Rule
 
 
 class EfficientCapsNet(nn.Module, Pretrained):
@@ -63,7 +63,7 @@ class EfficientCapsNet(nn.Module, Pretrained):
         primary_pose_size: int = 8,
         class_pose_size: int = 16,
         decoder: bool = True,
-        routing: nn.Module | Routing | str = "self_attention",
+        routing: Rule | Routing | str = "self_attention",
     ) -> None:
         super().__init__()
         check_sizes(num_classes=num_classes, first_kernel_size=first_kernel_size, first_stride=first_stride)

@@ -17,7 +17,7 @@ from torchcaps.layers import CapsuleLayer
 from torchcaps.models.image_shape import check_image_shape, check_images
 from torchcaps.models.pretrained import Pretrained
 from torchcaps.primary import PrimaryCaps
-from torchcaps.routing import Routing
+from torchcaps.routing import Routing, Rule
 from torchcaps.routing_map import RoutingMap
 
 
@@ -62,7 +62,7 @@ class GenerativeCapsNet(nn.Module, Pretrained):
         padding: int = 0,
         parts: int = 64,
         pose_side: int = 4,
-        routing: nn.Module | Routing | str = "generative",
+        routing: Rule | Routing | str = "generative",
     ) -> None:
         super().__init__()
         check_sizes(num_classes=num_classes, channels=channels, parts=parts, pose_side=pose_side)

@@ -13,7 +13,7 @@ from torchcaps.checks import check_sizes, described
 from torchcaps.decoder import prediction_of
 from torchcaps.layers import ClassCaps, truncated_normal_
 from torchcaps.primary import PrimaryCaps
-from torchcaps.routing import AttentionRouting, DynamicRouting, Routing, SelfAttentionRouting, UniformRouting
+from torchcaps.routing import AttentionRouting, DynamicRouting, Routing, Rule, SelfAttentionRouting, UniformRouting
 
 SUMMING = (DynamicRouting, SelfAttentionRouting, UniformRouting)
 """Rules in which the pose of a parent is a squashed sum of votes. Initially, the length of these sums must be small for
@@ -60,7 +60,7 @@ class CapsuleHead(nn.Module):
         types: int = 16,
         pose_size: tuple[int, int] = (4, 4),
         coordinates: bool = True,
-        routing: nn.Module | Routing | str = "attention",
+        routing: Rule | Routing | str = "attention",
     ) -> None:
         super().__init__()
         if not isinstance(features_shape, Sized) or len(features_shape) not in (1, 3):

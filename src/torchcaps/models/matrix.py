@@ -16,7 +16,7 @@ from torchcaps.layers import ClassCaps, ConvCaps, truncated_normal_
 from torchcaps.models.image_shape import check_image_shape, check_images
 from torchcaps.models.pretrained import Pretrained
 from torchcaps.primary import PrimaryCaps
-from torchcaps.routing import EMRouting, Routing, with_defaults
+from torchcaps.routing import EMRouting, Routing, Rule, with_defaults
 
 Size = Literal["small", "base"]
 WIDTHS: dict[str, tuple[int, int, int, int]] = {"small": (64, 8, 16, 16), "base": (32, 32, 32, 32)}
@@ -95,7 +95,7 @@ class MatrixCapsNet(nn.Module, Pretrained):
         stem: int = 0,
         stem_stride: int = 1,
         normalise: bool = False,
-        routing: nn.Module | Routing | str = EM,
+        routing: Rule | Routing | str = EM,
         class_temperature_factor: float = 1.0,
         primary_initial_std: float | None = None,
         activation_initial_std: float | None = None,

@@ -18,7 +18,7 @@ from torchcaps.decoder import prediction_of
 from torchcaps.layers import SharedCaps
 from torchcaps.models.image_shape import check_image_shape, check_images
 from torchcaps.models.pretrained import Pretrained
-from torchcaps.routing import Routing, with_defaults
+from torchcaps.routing import Routing, Rule, with_defaults
 
 SU = Routing("dynamic", logits="latest", squash_form="su", inner_squash_form="unit")
 """Default routing of `PooledCapsNet`. Each iteration computes the logits only from the parents of the iteration before.
@@ -117,7 +117,7 @@ class PooledCapsNet(nn.Module, Pretrained):
         image_shape: Sequence[int] = (1, 28, 28),
         num_classes: int = 10,
         class_pose_size: int = 16,
-        routing: nn.Module | Routing | str = SU,
+        routing: Rule | Routing | str = SU,
     ) -> None:
         super().__init__()
         check_sizes(num_classes=num_classes, class_pose_size=class_pose_size)

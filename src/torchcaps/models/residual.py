@@ -12,7 +12,7 @@ from torchcaps.checks import check_channels
 from torchcaps.models.head import CapsuleHead
 from torchcaps.models.image_shape import check_image_shape, check_images
 from torchcaps.models.pretrained import Pretrained
-from torchcaps.routing import Routing
+from torchcaps.routing import Routing, Rule
 
 
 class ResidualCapsNet(nn.Module, Pretrained):
@@ -47,7 +47,7 @@ class ResidualCapsNet(nn.Module, Pretrained):
         num_classes: int = 10,
         widths: Sequence[int] = (32, 64, 128, 128),
         types: int = 16,
-        routing: nn.Module | Routing | str = "attention",
+        routing: Rule | Routing | str = "attention",
     ) -> None:
         super().__init__()
         check_channels("widths", widths)

@@ -15,30 +15,20 @@ from torchcaps.options import check_kind, check_options, kinds_of, plain_options
 from torchcaps.routing import ROUTINGS, Routing, Rule
 
 
-def layer_rules(model: nn.Module) -> dict[str, nn.Module]:
+def layer_rules(model: nn.Module) -> dict[str, Rule]:
     """Return the routing rule of each layer that has one, keyed by the name of the layer."""
     return {
         name: layer.routing
         for name, layer in model.named_modules()
-        if isinstance(getattr(layer, "routing", None), nn.Module)
+        if isinstance(getattr(layer, "routing", None), Rule)
     }
 
 
-def _described(rule: nn.Module) -> dict[str, Any] | None:
+def _described(rule: Rule) -> dict[str, Any] | None:
     """Return the rule's name in `ROUTINGS` and its options; None if one of them is unknown."""
     name = next((name for name, kind in ROUTINGS.items() if type(rule) is kind), None)
     options = getattr(rule, "saved_options", None)
-    if isinstance(options, Mapping):
-        # The class can inherit options of later versions that its constructor does not have.
-        known = inspect.signature(type(rule)).parameters
-        later = _later_options(rule)
-        options = {option: value for option, value in options.items() if option in known or option not in later}
     return None if name is None or options is None else {"rule": name, "options": plain_options(name, options)}
-
-
-def _later_options(rule: nn.Module) -> tuple[str, ...]:
-    """Return the options of a rule that files of earlier versions lack."""
-    return getattr(rule, "later_options", ())
 
 
 def saved_rules(model: nn.Module) -> dict[str, Any]:
@@ -138,7 +128,7 @@ def restore_rules(model: nn.Module, saved: Mapping[str, Any], change: Any, path:
                 made = kind(**{**rule["options"], **(change.options if change else {})})
         except (TypeError, ValueError, RuntimeError, MemoryError) as error:
             raise BadInput(f"{entry}: {error}") from error
-        if missing := set(made.saved_options) - {*rule["options"], *_later_options(made)}:  # type: ignore[arg-type]
+        if missing := set(made.saved_options) - {*rule["options"], *made.later_options}:
             raise BadInput(f"{entry} lacks the option {min(missing)!r}: save the network again")
         constructed = dict(layer_rules(model)[layer].named_parameters())
         for name, parameter in made.named_parameters():

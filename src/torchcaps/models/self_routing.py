@@ -15,7 +15,7 @@ from torchcaps.layers import ConvCaps, DenseCaps
 from torchcaps.models.image_shape import check_image_shape, check_images
 from torchcaps.models.pretrained import Pretrained
 from torchcaps.primary import PoseNorm, PrimaryCaps
-from torchcaps.routing import Routing
+from torchcaps.routing import Routing, Rule
 
 
 class SelfRoutingCapsNet(nn.Module, Pretrained):
@@ -65,7 +65,7 @@ class SelfRoutingCapsNet(nn.Module, Pretrained):
         pose_size: int = 16,
         capsule_layers: int = 0,
         class_pose_size: int = 1,
-        routing: nn.Module | Routing | str = "self_routing",
+        routing: Rule | Routing | str = "self_routing",
     ) -> None:
         super().__init__()
         check_sizes(num_classes=num_classes, width=width, types=types, pose_size=pose_size)

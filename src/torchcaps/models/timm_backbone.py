@@ -18,7 +18,7 @@ from torchcaps.errors import BadInput, DataWarning, first_line
 from torchcaps.models.head import CapsuleHead
 from torchcaps.models.image_shape import check_image_shape, check_images
 from torchcaps.models.pretrained import WEIGHTS, Pretrained, local_folder, read_config
-from torchcaps.routing import Routing
+from torchcaps.routing import Routing, Rule
 
 
 class TimmCapsNet(nn.Module, Pretrained):
@@ -68,7 +68,7 @@ class TimmCapsNet(nn.Module, Pretrained):
         stride: int = 16,
         freeze_backbone: bool = False,
         types: int = 16,
-        routing: nn.Module | Routing | str = "attention",
+        routing: Rule | Routing | str = "attention",
     ) -> None:
         super().__init__()
         channels, height, width = self.image_shape = check_image_shape("TimmCapsNet", image_shape, smallest=1)

@@ -57,7 +57,7 @@ class AttentionRouting(Rule):
         super().__init__()
         check_sizes(pose_size=pose_size)
         if pose_size == 2:
-            raise ValueError("pose_size is 2, but LayerNorm keeps only the order of two numbers; use a larger pose")
+            raise ValueError("pose_size is 2, but LayerNorm keeps only the order of two numbers: use a larger pose")
         check_iterations(iterations)
         check_choice("competition", competition, COMPETITIONS)
         self.competition = competition

@@ -5,8 +5,6 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
 from torchcaps.checks import described
 from torchcaps.errors import BadInput, nearest
 from torchcaps.options import check_kind, check_options, kinds_of
@@ -20,7 +18,7 @@ from torchcaps.routing.self_routing import SelfRouting
 from torchcaps.routing.uniform import UniformRouting
 from torchcaps.routing.variational_bayes import VariationalBayesRouting
 
-ROUTINGS: dict[str, type[nn.Module]] = {
+ROUTINGS: dict[str, type[Rule]] = {
     "dynamic": DynamicRouting,
     "em": EMRouting,
     "uniform": UniformRouting,
@@ -62,7 +60,7 @@ class Routing:
                 f"unknown routing {name!r}{nearest(name, ROUTINGS)}. For a rule of your own, first import the "
                 "module that adds it to torchcaps.ROUTINGS"
             )
-        if not isinstance(ROUTINGS[name], type) or not hasattr(ROUTINGS[name], "for_layer"):
+        if not isinstance(ROUTINGS[name], type) or not issubclass(ROUTINGS[name], Rule):
             raise BadInput(
                 f"torchcaps.ROUTINGS[{name!r}] must be a class derived from torchcaps.Rule; got "
                 f"{described(ROUTINGS[name])}"
@@ -92,7 +90,7 @@ def routing_options(name: str) -> dict[str, Any]:
     return {option: kind for option, kind in kinds_of(rule).items() if option in options}
 
 
-def with_defaults(routing: nn.Module | Routing | str, defaults: Routing) -> nn.Module | Routing | str:
+def with_defaults(routing: Rule | Routing | str, defaults: Routing) -> Rule | Routing | str:
     """Return ``routing``, with missing options taken from ``defaults`` if both name the same rule.
 
     Example:
@@ -105,7 +103,7 @@ def with_defaults(routing: nn.Module | Routing | str, defaults: Routing) -> nn.M
     return routing
 
 
-def rule_for(routing: nn.Module | Routing | str, layer: LayerShape) -> nn.Module:
+def rule_for(routing: Rule | Routing | str, layer: LayerShape) -> Rule:
     """Create the rule for a layer from a name or a `Routing`. A rule module is checked and returned unchanged.
 
     Raises:
@@ -116,14 +114,14 @@ def rule_for(routing: nn.Module | Routing | str, layer: LayerShape) -> nn.Module
         routing = Routing(routing)
     if isinstance(routing, Routing):
         return _created(routing, layer)
-    if not isinstance(routing, nn.Module):
+    if not isinstance(routing, Rule):
         raise ValueError(
-            "routing must be a rule, such as DynamicRouting(); a Routing, such as Routing('em'); or one of the names "
+            "routing must be a Rule, such as DynamicRouting(); a Routing, such as Routing('em'); or one of the names "
             f"{', '.join(ROUTINGS)}; got {described(routing)}"
         )
     own: dict[str, Any] = {"parent_types": getattr(routing, "parent_types", layer.parent_types)}
     # Attributes of a rule of your own may have other meanings, unless the rule defines saved_options.
-    defined = getattr(type(routing), "saved_options", Rule.saved_options) is not Rule.saved_options
+    defined = type(routing).saved_options is not Rule.saved_options
     if defined or isinstance(routing, tuple(ROUTINGS.values())):
         own |= getattr(routing, "saved_options", {})
     for name, size in {**layer._asdict(), "pose_size": math.prod(layer.parent_pose_shape)}.items():
@@ -137,7 +135,7 @@ def rule_for(routing: nn.Module | Routing | str, layer: LayerShape) -> nn.Module
     return routing
 
 
-def _created(routing: Routing, layer: LayerShape) -> nn.Module:
+def _created(routing: Routing, layer: LayerShape) -> Rule:
     kind: Any = ROUTINGS[routing.name]
     if getattr(kind.for_layer, "__func__", None) is Rule.for_layer.__func__:  # type: ignore[attr-defined]
         arguments = inspect.signature(kind, follow_wrapped=False).parameters.values()

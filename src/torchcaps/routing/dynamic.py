@@ -1,17 +1,16 @@
 """Dynamic routing: Sabour, Frosst & Hinton 2017, and the variant of Su 2018 that treats routing as clustering."""
 
-import inspect
-from typing import Any, Literal, cast, get_args, overload
+from typing import Literal, NamedTuple, cast, get_args, overload
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
-from torchcaps.capsules import Capsules, SquashForm, check_capsules, squash, squashed
+from torchcaps.capsules import Capsules, SquashForm, squash, squashed
 from torchcaps.checks import check_choice, check_iterations
 from torchcaps.kernels import BACKENDS, Backend
-from torchcaps.routing.rule import LayerShape
-from torchcaps.routing.votes import COMPETITIONS, Agreement, Competition, Votes, without_autocast
+from torchcaps.routing.rule import Rule
+from torchcaps.routing.votes import COMPETITIONS, Agreement, Competition, Votes, in_dtype, without_autocast
 from torchcaps.routing_map import RoutingMap
 
 Logits = Literal["cumulative", "latest"]
@@ -115,47 +114,55 @@ def dynamic_routing(
         >>> dynamic_routing(pose, transform, RoutingMap.dense(6)).pose.shape
         torch.Size([2, 1, 10, 1, 16])
     """
-    _check_options(iterations, logits, gradient_passes, squash_form, inner_squash_form, competition)
-    constant = gradient_passes == "last"
-    passes = 1 if constant else iterations
-    votes = Votes(pose, None, transform, routing_map, competition, leaky, passes=passes, backend=backend)
-    dtype = torch.promote_types(pose.dtype, transform.dtype)
-    inner_form = squash_form if inner_squash_form is None else inner_squash_form
+    options = _Options(iterations, logits, squash_form, inner_squash_form, gradient_passes)
+    _check(options)
+    passes = 1 if gradient_passes == "last" else iterations
+    votes = Votes(pose, None, transform, routing_map, competition, leaky, passes, backend)
     with without_autocast(pose.device):
-        earlier = votes.detach() if constant else votes
-        agreement = None
-        for _ in range(iterations - 1):
-            fitted = earlier.moments(agreement, variance=False)
-            parents = squash(fitted.mass[..., None, None] * fitted.mean, inner_form)
-            if agreement is not None and logits == "cumulative":
-                parents = parents + cast(Tensor, agreement.linear)
-            agreement = Agreement(linear=parents)
-        fitted = votes.moments(agreement, variance=False, constant_couplings=constant)
-        pose, activation = squashed(fitted.mass[..., None, None] * fitted.mean, squash_form)
-        capsules = Capsules(pose.to(dtype), activation.to(dtype))
-        return (capsules, earlier.couplings(agreement)) if return_couplings else capsules
+        parents = _parents(votes, options)
+        dtype = torch.promote_types(pose.dtype, transform.dtype)
+        parents = Capsules(in_dtype(parents.pose, dtype), in_dtype(parents.activation, dtype))
+        return (parents, votes.last_couplings()) if return_couplings else parents
 
 
-def _check_options(
-    iterations: int,
-    logits: str,
-    gradient_passes: str,
-    squash_form: str,
-    inner_squash_form: str | None,
-    competition: str,
-) -> None:
-    check_iterations(iterations)
+class _Options(NamedTuple):
+    """The options of dynamic routing that `_parents` reads."""
+
+    iterations: int
+    logits: Logits
+    squash_form: SquashForm
+    inner_squash_form: SquashForm | None
+    gradient_passes: GradientPasses
+
+
+def _check(options: _Options) -> None:
+    check_iterations(options.iterations)
     for name, value, allowed in (
-        ("logits", logits, get_args(Logits)),
-        ("gradient_passes", gradient_passes, get_args(GradientPasses)),
-        ("squash_form", squash_form, get_args(SquashForm)),
-        ("inner_squash_form", inner_squash_form or squash_form, get_args(SquashForm)),
-        ("competition", competition, COMPETITIONS),
+        ("logits", options.logits, get_args(Logits)),
+        ("gradient_passes", options.gradient_passes, get_args(GradientPasses)),
+        ("squash_form", options.squash_form, get_args(SquashForm)),
+        ("inner_squash_form", options.inner_squash_form or options.squash_form, get_args(SquashForm)),
     ):
         check_choice(name, value, allowed)
 
 
-class DynamicRouting(nn.Module):
+def _parents(votes: Votes, options: _Options) -> Capsules:
+    """Compute the parents by dynamic routing."""
+    constant = options.gradient_passes == "last"
+    inner_form = options.squash_form if options.inner_squash_form is None else options.inner_squash_form
+    earlier = votes.detach() if constant else votes
+    agreement = None
+    for _ in range(options.iterations - 1):
+        fitted = earlier.moments(agreement, variance=False)
+        parents = squash(fitted.mass[..., None, None] * fitted.mean, inner_form)
+        if agreement is not None and options.logits == "cumulative":
+            parents = parents + cast(Tensor, agreement.linear)
+        agreement = Agreement(linear=parents)
+    fitted = votes.moments(agreement, variance=False, constant_couplings=constant)
+    return squashed(fitted.mass[..., None, None] * fitted.mean, options.squash_form)
+
+
+class DynamicRouting(Rule):
     """Dynamic routing by agreement, as the rule of a capsule layer: Sabour, Frosst & Hinton 2017, procedure 1.
 
     ::
@@ -210,7 +217,8 @@ class DynamicRouting(nn.Module):
         competition: Competition = "parents",
     ) -> None:
         super().__init__()
-        _check_options(iterations, logits, gradient_passes, squash_form, inner_squash_form, competition)
+        _check(_Options(iterations, logits, squash_form, inner_squash_form, gradient_passes))
+        check_choice("competition", competition, COMPETITIONS)
         check_choice("backend", backend, BACKENDS)
         self.iterations = iterations
         self.logits: Logits = logits
@@ -218,44 +226,24 @@ class DynamicRouting(nn.Module):
         self.inner_squash_form: SquashForm | None = inner_squash_form
         self.gradient_passes: GradientPasses = gradient_passes
         self.leaky = leaky
-        self.competition: Competition = competition
-        self.backend: Backend = backend
-
-    @classmethod
-    def for_layer(cls, layer: LayerShape, **options: Any) -> "DynamicRouting":
-        """Create the rule for a layer. The rule has no parameters, so the sizes of the layer have no effect."""
-        return cls(**options)
-
-    @overload
-    def forward(
-        self, children: Capsules, transform: Tensor, routing_map: RoutingMap, return_couplings: Literal[False] = False
-    ) -> Capsules: ...
-    @overload
-    def forward(
-        self, children: Capsules, transform: Tensor, routing_map: RoutingMap, return_couplings: Literal[True]
-    ) -> tuple[Capsules, Tensor]: ...
-    def forward(self, children, transform, routing_map, return_couplings=False):
-        """Compute the parents and, with ``return_couplings``, the couplings of the last iteration ``[B, J, E, C]``."""
-        check_capsules(children)
-        return dynamic_routing(
-            children.pose,
-            transform,
-            routing_map,
-            iterations=self.iterations,
-            logits=self.logits,
-            squash_form=self.squash_form,
-            inner_squash_form=self.inner_squash_form,
-            gradient_passes=self.gradient_passes,
-            leaky=self.leaky,
-            competition=self.competition,
-            return_couplings=return_couplings,
-            backend=self.backend,
-        )
+        self.competition = competition
+        self.backend = backend
 
     @property
-    def saved_options(self) -> dict[str, Any]:
-        """Constructor arguments, as `save_pretrained` saves them."""
-        return {name: getattr(self, name) for name in inspect.signature(DynamicRouting).parameters}
+    def none_of_the_above(self) -> bool:  # type: ignore[override]
+        """Whether every softmax includes a parent with logit 0: the option ``leaky``."""
+        return self.leaky
 
-    def extra_repr(self) -> str:
-        return f"iterations={self.iterations}, logits={self.logits!r}, squash_form={self.squash_form!r}"
+    @property
+    def passes(self) -> int:
+        """Number of calls of `Votes.moments` through which gradients flow."""
+        return 1 if self.gradient_passes == "last" else max(1, self.iterations)
+
+    @property
+    def _options(self) -> _Options:
+        return _Options(*(getattr(self, name) for name in _Options._fields))
+
+    def route(self, votes: Votes) -> Capsules:
+        """Compute the poses of the last iteration, and their lengths as activations."""
+        _check(options := self._options)
+        return _parents(votes, options)

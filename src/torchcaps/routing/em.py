@@ -1,7 +1,5 @@
 """EM routing: Hinton, Sabour & Frosst 2018, with the corrections of Gritzman 2019."""
 
-import math
-from inspect import signature
 from typing import Any, Literal, NamedTuple, cast, get_args, overload
 
 import torch
@@ -10,11 +8,19 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from torchcaps.capsules import Capsules, check_capsules
-from torchcaps.checks import check_choice, check_device, check_floating, check_iterations, check_sizes, described
+from torchcaps.checks import (
+    check_choice,
+    check_device,
+    check_floating,
+    check_iterations,
+    check_number,
+    check_sizes,
+    described,
+)
 from torchcaps.kernels import BACKENDS, Backend
 from torchcaps.kernels.gaussian import log_volume
 from torchcaps.routing.agreement import COMPETITIONS
-from torchcaps.routing.rule import LayerShape
+from torchcaps.routing.rule import LayerShape, Rule
 from torchcaps.routing.votes import Agreement, Competition, Votes, check_activation, in_dtype, without_autocast
 from torchcaps.routing_map import RoutingMap
 
@@ -166,67 +172,84 @@ def em_routing(
         >>> parents.pose.shape, parents.activation.shape
         (torch.Size([2, 4, 6, 4, 4]), torch.Size([2, 4, 6]))
     """
-    _check_options(
+    options = _Options(
         iterations,
-        competition,
         variance_floor,
+        normalise_data,
         inverse_temperature,
         temperature_schedule,
         parent_activation,
         mean_damping,
         tempering,
     )
+    _check(options)
     check_capsules(children)
-    votes = Votes(*children, transform, routing_map, competition, passes=iterations, backend=backend)
-    check_activation(children.activation, children.pose)
-    _check_betas(beta_u, beta_a, children.pose, transform.shape[2])
-    dtype = torch.promote_types(torch.promote_types(children.pose.dtype, children.activation.dtype), transform.dtype)
-    capsules_below = routing_map.child_sites * transform.shape[1]
-    mean_data = capsules_below / (routing_map.parent_sites * transform.shape[2]) if normalise_data else 1.0
-    inverse_temperatures = [
-        inverse_temperature * (1 - 0.95 ** (t + 1) if temperature_schedule == "rising" else 1)
-        for t in range(iterations)
-    ]
-    with without_autocast(children.pose.device):
-        agreement, passes = None, []
-        beta_u, beta_a = in_dtype(beta_u, votes.dtype), in_dtype(beta_a, votes.dtype)
-        cost = float(votes.parent_shape[3] * votes.parent_shape[4]) * beta_u
-        for t, inverse_temperature in enumerate(inverse_temperatures):
-            if mean_damping and agreement is not None:
-                mass, undamped, undamped_variance = votes.moments(agreement)
-                mean = (1 - mean_damping) * undamped + mean_damping * cast(Tensor, agreement.centre)
-                moved = torch.where(mass[..., None, None] > 0, (undamped - mean).square(), 0)
-                variance = cast(Tensor, undamped_variance) + moved
-                volume = log_volume(variance, variance_floor)
-            else:
-                mass, mean, variance, volume = votes.gaussians(agreement, floor=variance_floor)
-            if parent_activation == "logistic":
-                scale = -inverse_temperature / mean_data
-                logit = torch.add(inverse_temperature * beta_a, (cost + volume) * mass, alpha=scale)
-                log_activation = functional.logsigmoid(logit)
-            else:
-                log_activation = _log_proportions(mass)
-            if return_passes:
-                passes.append(EMPass(votes.couplings(agreement), mean, variance + variance_floor, log_activation.exp()))
-            if t + 1 < iterations:
-                constant = log_activation - volume
-                agreement = Agreement(
-                    constant if tempering == 1 else tempering * constant,
-                    centre=mean,
-                    variance=variance,
-                    variance_floor=variance_floor,
-                    inverse_temperature=tempering,
-                )
-        found = Capsules(in_dtype(mean, dtype), in_dtype(log_activation.exp(), dtype))
-    return (found, passes) if return_passes else found
+    pose, activation = children
+    votes = Votes(pose, activation, transform, routing_map, competition, passes=iterations, backend=backend)
+    check_activation(activation, pose)
+    dtype = torch.promote_types(torch.promote_types(pose.dtype, activation.dtype), transform.dtype)
+    with without_autocast(pose.device):
+        passes: list[EMPass] | None = [] if return_passes else None
+        parents = _parents(votes, beta_u, beta_a, options, passes)
+        parents = Capsules(in_dtype(parents.pose, dtype), in_dtype(parents.activation, dtype))
+    return parents if passes is None else (parents, passes)
 
 
-OPTIONS = [
-    name
-    for name, one in signature(em_routing).parameters.items()
-    if one.kind is one.KEYWORD_ONLY and name != "return_passes"
-]
-"""Attributes of `EMRouting` that are options of `em_routing`."""
+class _Options(NamedTuple):
+    """The options of EM routing that do not concern the votes."""
+
+    iterations: int
+    variance_floor: float
+    normalise_data: bool
+    inverse_temperature: float
+    temperature_schedule: TemperatureSchedule
+    parent_activation: ParentActivation
+    mean_damping: float
+    tempering: float
+
+
+def _parents(
+    votes: Votes, beta_u: Tensor, beta_a: Tensor, options: _Options, passes: list[EMPass] | None = None
+) -> Capsules:
+    """Compute the parents by EM routing. Append the result of every iteration to ``passes``."""
+    _, parent_sites, parent_types, rows, columns = votes.parent_shape
+    _check_betas(beta_u, beta_a, votes)
+    iterations, floor, tempering = options.iterations, options.variance_floor, options.tempering
+    mean_data = 1.0
+    if options.normalise_data:
+        mean_data = votes.routing_map.child_sites * votes.child_shape[2] / (parent_sites * parent_types)
+    agreement = None
+    beta_u, beta_a = in_dtype(beta_u, votes.dtype), in_dtype(beta_a, votes.dtype)
+    cost = float(rows * columns) * beta_u
+    for t in range(iterations):
+        if options.mean_damping and agreement is not None:
+            mass, undamped, undamped_variance = votes.moments(agreement)
+            mean = (1 - options.mean_damping) * undamped + options.mean_damping * cast(Tensor, agreement.centre)
+            moved = torch.where(mass[..., None, None] > 0, (undamped - mean).square(), 0)
+            variance = cast(Tensor, undamped_variance) + moved
+            volume = log_volume(variance, floor)
+        else:
+            mass, mean, variance, volume = votes.gaussians(agreement, floor=floor)
+        if options.parent_activation == "logistic":
+            rising = 1 - 0.95 ** (t + 1) if options.temperature_schedule == "rising" else 1
+            inverse_temperature = options.inverse_temperature * rising
+            scale = -inverse_temperature / mean_data
+            logit = torch.add(inverse_temperature * beta_a, (cost + volume) * mass, alpha=scale)
+            log_activation = functional.logsigmoid(logit)
+        else:
+            log_activation = _log_proportions(mass)
+        if passes is not None:
+            passes.append(EMPass(votes.couplings(agreement), mean, variance + floor, log_activation.exp()))
+        if t + 1 < iterations:
+            constant = log_activation - volume
+            agreement = Agreement(
+                constant if tempering == 1 else tempering * constant,
+                centre=mean,
+                variance=variance,
+                variance_floor=floor,
+                inverse_temperature=tempering,
+            )
+    return Capsules(mean, log_activation.exp())
 
 
 def _log_proportions(mass: Float[Tensor, "B P J"]) -> Float[Tensor, "B P J"]:
@@ -236,7 +259,8 @@ def _log_proportions(mass: Float[Tensor, "B P J"]) -> Float[Tensor, "B P J"]:
     return torch.where(empty, 0, mass / torch.where(empty, 1, total)).clamp_min(tiny).log()
 
 
-def _check_betas(beta_u: Tensor, beta_a: Tensor, pose: Tensor, types: int) -> None:
+def _check_betas(beta_u: Tensor, beta_a: Tensor, votes: Votes) -> None:
+    types = votes.parent_shape[2]
     for name, beta in (("beta_u", beta_u), ("beta_a", beta_a)):
         if not isinstance(beta, Tensor) or beta.ndim != 1 or beta.shape[0] != types:
             raise ValueError(
@@ -244,37 +268,20 @@ def _check_betas(beta_u: Tensor, beta_a: Tensor, pose: Tensor, types: int) -> No
                 f"for {types} parent types, use EMRouting({types})"
             )
         check_floating(name, beta)
-        check_device(name, beta, pose)
+        check_device(name, beta, votes.device)
 
 
-def _check_options(
-    iterations: int,
-    competition: str,
-    variance_floor: float,
-    inverse_temperature: float,
-    temperature_schedule: str,
-    parent_activation: str,
-    mean_damping: float,
-    tempering: float,
-) -> None:
-    check_iterations(iterations)
-    if not 0 <= variance_floor < math.inf:
-        raise ValueError(f"variance_floor must be a finite number of at least 0; got {variance_floor}")
-    if not 0 < inverse_temperature < math.inf:
-        raise ValueError(f"inverse_temperature must be a finite number above 0; got {inverse_temperature}")
-    if not 0 <= mean_damping < 1:
-        raise ValueError(f"mean_damping must be in [0, 1); got {mean_damping}")
-    if not 0 < tempering <= 1:
-        raise ValueError(f"tempering must be in (0, 1]; got {tempering}")
-    for name, value, allowed in (
-        ("competition", competition, COMPETITIONS),
-        ("temperature_schedule", temperature_schedule, TEMPERATURE_SCHEDULES),
-        ("parent_activation", parent_activation, PARENT_ACTIVATIONS),
-    ):
-        check_choice(name, value, allowed)
+def _check(options: _Options) -> None:
+    check_iterations(options.iterations)
+    check_number("variance_floor", options.variance_floor, "[0, inf)")
+    check_number("inverse_temperature", options.inverse_temperature, "(0, inf)")
+    check_number("mean_damping", options.mean_damping, "[0, 1)")
+    check_number("tempering", options.tempering, "(0, 1]")
+    check_choice("temperature_schedule", options.temperature_schedule, TEMPERATURE_SCHEDULES)
+    check_choice("parent_activation", options.parent_activation, PARENT_ACTIVATIONS)
 
 
-class EMRouting(nn.Module):
+class EMRouting(Rule):
     """Rule for capsule layers: EM routing with learned β_u and β_a. Hinton, Sabour & Frosst 2018, procedure 1.
 
     ::
@@ -335,26 +342,25 @@ class EMRouting(nn.Module):
         initial_beta_a: float = 0.0,
     ) -> None:
         super().__init__()
-        _check_options(
-            iterations,
-            competition,
-            variance_floor,
-            inverse_temperature,
-            temperature_schedule,
-            parent_activation,
-            mean_damping,
-            tempering,
-        )
+        self.parent_types = parent_types
+        self.iterations = iterations
+        self.competition = competition
+        self.variance_floor = variance_floor
+        self.normalise_data = normalise_data
+        self.inverse_temperature = inverse_temperature
+        self.temperature_schedule = temperature_schedule
+        self.parent_activation = parent_activation
+        self.mean_damping = mean_damping
+        self.tempering = tempering
+        self.backend = backend
+        self.initial_beta_a = float(initial_beta_a)
+        _check(self._options)
         check_sizes(parent_types=parent_types)
+        check_choice("competition", competition, COMPETITIONS)
         check_choice("backend", backend, BACKENDS)
-        self.parent_types, self.initial_beta_a = parent_types, float(initial_beta_a)
         learned = parent_activation == "logistic"
         self.beta_u, self.beta_a = (nn.Parameter(torch.empty(parent_types), requires_grad=learned) for _ in range(2))
         self.reset_parameters()
-        self.iterations, self.variance_floor, self.normalise_data = iterations, variance_floor, normalise_data
-        self.inverse_temperature, self.mean_damping, self.tempering = inverse_temperature, mean_damping, tempering
-        self.competition, self.backend = competition, backend
-        self.temperature_schedule, self.parent_activation = temperature_schedule, parent_activation
 
     def reset_parameters(self) -> None:
         """Set β_u and β_a to their initial values."""
@@ -366,35 +372,11 @@ class EMRouting(nn.Module):
         """Create the rule for a layer, using the layer's number of parent types."""
         return cls(layer.parent_types, **options)
 
-    def passes(self, children: Capsules, transform: Tensor, routing_map: RoutingMap) -> list[EMPass]:
-        """Run the routing and return one `EMPass` per iteration: couplings, mean, variance and activation."""
-        betas = self.beta_u, self.beta_a
-        return em_routing(children, transform, routing_map, *betas, return_passes=True, **self.options)[1]
-
-    @overload
-    def forward(
-        self, children: Capsules, transform: Tensor, routing_map: RoutingMap, return_couplings: Literal[False] = False
-    ) -> Capsules: ...
-    @overload
-    def forward(
-        self, children: Capsules, transform: Tensor, routing_map: RoutingMap, return_couplings: Literal[True]
-    ) -> tuple[Capsules, Tensor]: ...
-    def forward(self, children, transform, routing_map, return_couplings=False):
-        """Compute the parents and, with ``return_couplings``, the couplings of the last iteration ``[B, J, E, C]``."""
-        if return_couplings:
-            last = self.passes(children, transform, routing_map)[-1]
-            return Capsules(last.mean, last.activation), last.couplings
-        return em_routing(children, transform, routing_map, self.beta_u, self.beta_a, **self.options)
-
     @property
-    def options(self) -> dict[str, Any]:
-        """Keyword arguments with which this rule calls `em_routing`."""
-        return {name: getattr(self, name) for name in OPTIONS}
+    def _options(self) -> _Options:
+        return _Options(*(getattr(self, name) for name in _Options._fields))
 
-    @property
-    def saved_options(self) -> dict[str, Any]:
-        """Constructor arguments, as `save_pretrained` saves them; β_u and β_a are part of the state dict."""
-        return {"parent_types": len(self.beta_u), **self.options, "initial_beta_a": self.initial_beta_a}
-
-    def extra_repr(self) -> str:
-        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+    def route(self, votes: Votes) -> Capsules:
+        """Compute the means and the activations of the last iteration."""
+        _check(options := self._options)
+        return _parents(votes, self.beta_u, self.beta_a, options)

@@ -1,17 +1,16 @@
 """EM routing whose parent activations come from learned benefits and costs: Heinsen 2019 (arXiv 1911.00792)."""
 
-import math
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
-from torchcaps.capsules import Capsules, check_capsules
-from torchcaps.checks import check_iterations, check_sizes
+from torchcaps.capsules import Capsules
+from torchcaps.checks import check_iterations, check_number, check_sizes
 from torchcaps.routing.rule import LayerShape, Rule, check_transform
 from torchcaps.routing.votes import Agreement, Votes
-from torchcaps.routing_map import added_at, check_children
+from torchcaps.routing_map import RoutingMap, added_at
 
 
 class GenerativeRouting(Rule):
@@ -69,12 +68,11 @@ class GenerativeRouting(Rule):
         mass_floor: float = 1e-5,
     ) -> None:
         super().__init__()
-        self.sizes = {"transforms": transforms, "child_types": child_types, "parent_types": parent_types}
-        check_sizes(**self.sizes)
+        check_sizes(transforms=transforms, child_types=child_types, parent_types=parent_types)
+        self.transforms, self.child_types, self.parent_types = transforms, child_types, parent_types
         check_iterations(iterations)
-        for name, floor in (("variance_floor", variance_floor), ("mass_floor", mass_floor)):
-            if not 0 < floor < math.inf:
-                raise ValueError(f"{name} must be a finite number above 0; got {floor}")
+        check_number("variance_floor", variance_floor, "(0, inf)")
+        check_number("mass_floor", mass_floor, "(0, inf)")
         self.iterations, self.variance_floor, self.mass_floor = iterations, variance_floor, mass_floor
         self.beta_use = nn.Parameter(torch.empty(transforms, child_types, parent_types))
         self.beta_ignore = nn.Parameter(torch.empty(transforms, child_types, parent_types))
@@ -90,21 +88,16 @@ class GenerativeRouting(Rule):
         """Create the rule for a layer, using the sizes of the layer's transforms."""
         return cls(layer.transforms, layer.child_types, layer.parent_types, **options)
 
-    def forward(
-        self, children: Any, transform: Any, routing_map: Any, return_couplings: Any = False, **options: Any
-    ) -> Any:
-        """Append columns with the values of β to the votes, then compute the parents as `Rule.forward` does."""
-        check_capsules(children)
-        check_children(pose := children.pose, transform, routing_map)
+    def prepare(self, pose: Tensor, transform: Tensor, routing_map: RoutingMap) -> tuple[Tensor, Tensor]:
+        """Append columns with the values of β to every vote."""
         check_transform(transform, self.beta_use, "β")
-        dtype = torch.promote_types(torch.promote_types(pose.dtype, transform.dtype), torch.float32)
-        use, ignore = self.beta_use.to(dtype), self.beta_ignore.to(dtype)
+        use, ignore = self.beta_use.to(transform.dtype), self.beta_ignore.to(transform.dtype)
         betas = torch.diag_embed(torch.stack([use + ignore, ignore], dim=3))
         if pose.shape[3] > 1:  # with several rows, one column of the vote contains both values of β
             betas = betas.sum(dim=4, keepdim=True)
         child = routing_map.edges_on(pose.device)[:, 0]
         sites, rows = pose.shape[1], pose.shape[3]
-        ones = pose.new_ones(sites, dtype=dtype)
+        ones = pose.new_ones(sites)
         # ``inverse`` is the inverse of the uniform couplings of the first iteration. In this iteration, mass · mean of
         # the last element of the votes is therefore Σ a_i β_ignore.
         reached = added_at(torch.zeros_like(ones), 0, child, ones.new_ones(len(child)))
@@ -112,10 +105,8 @@ class GenerativeRouting(Rule):
         columns = (ones, (0, 0, 0, rows - 1)), (inverse, (0, 0, rows - 1, 0))
         factors = torch.cat([functional.pad(x[:, None, None, None], padding) for x, padding in columns], dim=3)
         betas = functional.pad(betas, (transform.shape[4], 0))
-        transform = functional.pad(transform.to(dtype), (0, betas.shape[4] - transform.shape[4]))
-        children = Capsules(torch.cat([pose.to(dtype), factors.expand(*pose.shape[:4], 2)], dim=4), children.activation)
-        transform = torch.cat([transform, betas], dim=3)
-        return super().forward(children, transform, routing_map, return_couplings, **options)
+        transform = functional.pad(transform, (0, betas.shape[4] - transform.shape[4]))
+        return torch.cat([pose, factors.expand(*pose.shape[:4], 2)], dim=4), torch.cat([transform, betas], dim=3)
 
     def route(self, votes: Votes) -> Capsules:
         """Compute the poses μ_j and the activations f(logit_j) of the last iteration."""
@@ -139,9 +130,3 @@ class GenerativeRouting(Rule):
                 centre=functional.pad(pose, (0, more)),
             )
         return Capsules(pose, logit.sigmoid())
-
-    @property
-    def saved_options(self) -> dict[str, Any]:
-        """Constructor arguments, as `save_pretrained` saves them; β_use and β_ignore are part of the state dict."""
-        floors = {"variance_floor": self.variance_floor, "mass_floor": self.mass_floor}
-        return {**self.sizes, "iterations": self.iterations, **floors}

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torchcaps.capsules import Capsules, check_capsules
 from torchcaps.checks import described
 from torchcaps.kernels import Backend
+from torchcaps.kernels.memory import statistics_dtype
 from torchcaps.routing.agreement import Competition
-from torchcaps.routing.votes import Votes, check_activation, without_autocast
+from torchcaps.routing.votes import Votes, check_activation, in_dtype, without_autocast
 from torchcaps.routing_map import RoutingMap, check_children
 
 
@@ -36,9 +37,9 @@ class LayerShape(NamedTuple):
 class Rule(nn.Module):
     """Base class of routing rules, which compute parents from votes. A subclass implements `route`.
 
-    The dtype of the computation is the widest of float32, the dtype of the poses and the dtype of the transform.
-    Autocast does not change it, provided that ``backward`` is called outside the autocast context. A network can be
-    saved if its rule is in ``torchcaps.ROUTINGS``.
+    The parents have the widest dtype of poses, activations and transform; the rule computes at least in float32.
+    Autocast does not change these dtypes, provided that ``backward`` is called outside the autocast context. A network
+    can be saved if its rule is in ``torchcaps.ROUTINGS``.
 
     Example:
         >>> from torchcaps.routing.votes import Agreement
@@ -91,8 +92,11 @@ class Rule(nn.Module):
         """Create the rule for a layer. A layer calls this method if its ``routing`` is a name or a `Routing`."""
         return cls(**options)
 
-    def prepare(self, pose: Tensor, transform: Tensor) -> tuple[Tensor, Tensor]:
-        """Change pose and transform before votes are computed, for example to add columns to every vote."""
+    def prepare(self, pose: Tensor, transform: Tensor, routing_map: RoutingMap) -> tuple[Tensor, Tensor]:
+        """Change pose and transform before votes are computed, for example to add columns to every vote.
+
+        A rule that overrides this method gets both in the dtype of the computation, at least float32.
+        """
         return pose, transform
 
     def route(self, votes: Votes) -> Capsules:
@@ -139,15 +143,18 @@ class Rule(nn.Module):
         """
         check_capsules(children)
         check_children(children.pose, transform, routing_map)
+        pose, activation = children
+        dtype = torch.promote_types(pose.dtype, transform.dtype)
         if self.weighs_activations:
-            check_activation(children.activation, children.pose)
-        dtype = torch.promote_types(torch.promote_types(children.pose.dtype, transform.dtype), torch.float32)
-        activation = children.activation.to(dtype) if self.weighs_activations else None
-        with without_autocast(children.pose.device):
-            pose, transform = self.prepare(children.pose.to(dtype), transform.to(dtype))
+            check_activation(activation, pose)
+            dtype = torch.promote_types(dtype, activation.dtype)
+        with without_autocast(pose.device):
+            if type(self).prepare is not Rule.prepare:  # the kernels convert each number when they read it
+                computed = statistics_dtype(dtype)
+                pose, transform = self.prepare(pose.to(computed), transform.to(computed), routing_map)
             votes = Votes(
                 pose,
-                activation,
+                activation if self.weighs_activations else None,
                 transform,
                 routing_map,
                 competition=self.competition,
@@ -162,7 +169,13 @@ class Rule(nn.Module):
                     f"{type(self).__name__}.route must return Capsules(pose, activation) with pose [B, P, J, R, N] and "
                     f"activation [B, P, J]; got {found}"
                 )
+            parents = Capsules(in_dtype(parents.pose, dtype), in_dtype(parents.activation, dtype))
             return (parents, votes.last_couplings()) if return_couplings else parents
+
+    def extra_repr(self) -> str:
+        stored = vars(self)
+        options = [name for name in inspect.signature(type(self)).parameters if name in stored]
+        return ", ".join(f"{name}={stored[name]!r}" for name in options)
 
 
 def _are_capsules(parents: Any) -> bool:

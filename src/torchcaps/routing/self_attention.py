@@ -10,6 +10,7 @@ from torchcaps.capsules import Capsules, squashed
 from torchcaps.checks import check_sizes
 from torchcaps.routing.rule import LayerShape, Rule, check_transform
 from torchcaps.routing.votes import Agreement, Competition, Votes
+from torchcaps.routing_map import RoutingMap
 
 
 class SelfAttentionRouting(Rule):
@@ -51,6 +52,7 @@ class SelfAttentionRouting(Rule):
     def __init__(self, transforms: int, child_types: int, parent_types: int) -> None:
         super().__init__()
         check_sizes(transforms=transforms, child_types=child_types, parent_types=parent_types)
+        self.transforms, self.child_types, self.parent_types = transforms, child_types, parent_types
         self.bias = nn.Parameter(torch.empty(transforms, child_types, parent_types))
         self.reset_parameters()
 
@@ -63,7 +65,7 @@ class SelfAttentionRouting(Rule):
         """Create the rule for a layer, using the sizes of the layer's transforms."""
         return cls(layer.transforms, layer.child_types, layer.parent_types, **options)
 
-    def prepare(self, pose: Tensor, transform: Tensor) -> tuple[Tensor, Tensor]:
+    def prepare(self, pose: Tensor, transform: Tensor, routing_map: RoutingMap) -> tuple[Tensor, Tensor]:
         """Double the columns of the transforms: each vote û_ij becomes [û_ij, b_ij û_ij]."""
         check_transform(transform, self.bias, "b")
         bias = self.bias.to(transform.dtype)[..., None, None]
@@ -80,8 +82,3 @@ class SelfAttentionRouting(Rule):
         found = votes.moments(Agreement(linear=linear), variance=False)
         total = found.mass[..., None, None] * found.mean[..., :columns] + biased
         return squashed(total, "exponential")
-
-    @property
-    def saved_options(self) -> dict[str, Any]:
-        """Constructor arguments, as `save_pretrained` saves them."""
-        return dict(zip(("transforms", "child_types", "parent_types"), self.bias.shape, strict=True))

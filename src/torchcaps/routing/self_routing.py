@@ -10,6 +10,7 @@ from torchcaps.capsules import Capsules
 from torchcaps.checks import check_shape, check_sizes
 from torchcaps.routing.rule import LayerShape, Rule, check_transform
 from torchcaps.routing.votes import Agreement, Competition, Votes
+from torchcaps.routing_map import RoutingMap
 
 
 class SelfRouting(Rule):
@@ -52,7 +53,8 @@ class SelfRouting(Rule):
         super().__init__()
         check_sizes(transforms=transforms, child_types=child_types, parent_types=parent_types)
         check_shape("child_pose_shape", child_pose_shape, "rows, columns")
-        rows, columns = child_pose_shape
+        self.transforms, self.child_types, self.parent_types = transforms, child_types, parent_types
+        self.child_pose_shape = rows, columns = (*child_pose_shape,)
         self.weight = nn.Parameter(torch.empty(transforms, child_types, parent_types, columns, rows))
         self.bias = nn.Parameter(torch.empty(transforms, child_types, parent_types))
         self.reset_parameters()
@@ -67,7 +69,7 @@ class SelfRouting(Rule):
         """Create the rule for a layer, using the sizes of the layer's transforms and children."""
         return cls(layer.transforms, layer.child_types, layer.parent_types, layer.child_pose_shape, **options)
 
-    def prepare(self, pose: Tensor, transform: Tensor) -> tuple[Tensor, Tensor]:
+    def prepare(self, pose: Tensor, transform: Tensor, routing_map: RoutingMap) -> tuple[Tensor, Tensor]:
         """Append an R×R matrix to every vote. The trace of this matrix is the logit of the coupling.
 
         Diagonal element r is the dot product of row r of the pose and column r of W. For r = 0, b is added to it.
@@ -95,14 +97,3 @@ class SelfRouting(Rule):
         empty = total == 0  # not `total > 0`, which would turn NaN into an activation of 0
         activation = torch.where(empty, 0, found.mass / torch.where(empty, 1, total))
         return Capsules(found.mean[..., : columns - rows], activation.clamp(max=1))  # rounding can exceed 1
-
-    @property
-    def saved_options(self) -> dict[str, Any]:
-        """Constructor arguments, as `save_pretrained` saves them."""
-        transforms, child_types, parent_types, columns, rows = self.weight.shape
-        return {
-            "transforms": transforms,
-            "child_types": child_types,
-            "parent_types": parent_types,
-            "child_pose_shape": [rows, columns],
-        }

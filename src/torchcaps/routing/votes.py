@@ -93,7 +93,7 @@ def check_activation(activation: Tensor, pose: Tensor) -> None:
             f"activation must be [B, S, C] = {list(pose.shape[:3])} to fit pose; got {described(activation)}"
         )
     check_floating("activation", activation)
-    check_device("activation", activation, pose)
+    check_device("activation", activation, pose.device)
 
 
 class UnknownCouplings(ValueError):
@@ -157,6 +157,7 @@ class Votes:
         if not self.fused:  # the fused kernels convert each number when they read it
             dtype = self.dtype
         self.routing_map = routing_map
+        self.device = pose.device
         self._activation = None if activation is None else in_dtype(activation, dtype)
         self._pose, self._transform = in_dtype(pose, dtype), in_dtype(transform, dtype)
         self._competition: Competition = competition
@@ -166,6 +167,8 @@ class Votes:
         _, _, types, _, columns = transform.shape
         self.parent_shape = batch, routing_map.parent_sites, types, rows, columns
         """Shape (B, P, J, R, N) of the parents' poses."""
+        self.child_shape = (*pose.shape,)
+        """Shape (B, S, C, R, Q) of the children's poses."""
         if self.fused:  # the kernels would copy tensors with another memory order in every pass
             self._pose, self._transform = for_kernels(self._pose), self._transform.contiguous()
             self._activation = None if self._activation is None else for_kernels(self._activation)
@@ -174,7 +177,7 @@ class Votes:
         self._tokens: list[list[Tensor]] = []  # of the passes to come
         self._direct = False  # whether these tokens are for calls without the dispatcher
         self._written: tuple[bool, WrittenVotes] | None = None
-        self._last: list[Agreement | None] = []  # of the last call of `moments`; a list, because `detach` shares it
+        self._last: list[tuple[Agreement | None, bool]] = []  # see `last_couplings`; a list, because `detach` shares it
 
     def detach(self) -> "Votes":
         """Return these votes as constants: no gradient flows through them."""
@@ -205,13 +208,13 @@ class Votes:
             ValueError: ``agreement`` is neither an `Agreement` nor None, or an entry of it does not have the shape, the
                 type or the range that `Agreement` documents.
         """
-        self._last[:] = [agreement]
+        self._last[:] = [(agreement, constant_couplings)]
         parts = self._checked(agreement)
         if self.fused:
             mass, mean, second, *_ = self._fused(parts, variance, constant_couplings)
             found = Moments(mass, mean, second if variance else None)
         else:
-            with without_autocast(self._pose.device):
+            with without_autocast(self.device):
                 options = {"variance": variance, "constant_couplings": constant_couplings}
                 found = self._written_out.moments(_plain(parts), **options)
         if observer is not None:
@@ -231,12 +234,12 @@ class Votes:
         Raises:
             ValueError: ``agreement`` is not as in `moments`, or ``floor`` is not a finite number of at least 0.
         """
-        if not isinstance(floor, Real) or not 0 <= floor < math.inf:
+        if not isinstance(floor, Real) or not 0 <= floor < math.inf:  # a tensor would get no gradient
             raise ValueError(f"floor must be a finite number of at least 0; got {described(floor)}")
         if not self.fused:
             mass, mean, variance = self.moments(agreement)
             return Gaussians(mass, mean, cast(Tensor, variance), log_volume(cast(Tensor, variance), floor))
-        self._last[:] = [agreement]
+        self._last[:] = [(agreement, False)]
         mass, mean, variance, _, _, _, volume = self._fused(self._checked(agreement), floor=float(floor))
         if observer is not None:
             observer(self, agreement, Moments(mass, mean, variance))
@@ -274,7 +277,7 @@ class Votes:
 
     def activation_sums(self) -> Float[Tensor, "B P"]:
         """For each parent site, sum the activations of its children. The mass of a parent is at most this sum."""
-        routing_map, device = self.routing_map, self._pose.device
+        routing_map, device = self.routing_map, self.device
         child, parent, _ = routing_map.edges_on(device).unbind(1)
         dtype = self.dtype if device.type == "mps" else torch.float64  # each sum adds one number after the other
         if self._activation is None:
@@ -300,27 +303,29 @@ class Votes:
         given = (self._pose, self._transform, *parts[:5])
         differentiated = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
         if not self.fused or differentiated:
-            with without_autocast(self._pose.device):
+            with without_autocast(self.device):
                 return self._written_out.couplings(_plain(parts))
         layer = self._pose, self._transform, self._edge_lists, self.routing_map.parent_sites
         by_child = fused.couplings(*layer, *kernel_arguments(parts), *self._options)
-        return by_child.index_select(2, self.routing_map.place_by_child.on(self._pose.device))
+        return by_child.index_select(2, self.routing_map.place_by_child.on(self.device))
 
     def weights(self, agreement: Agreement | None = None) -> Float[Tensor, "B J E C"]:
         """Compute the weight of every vote, ``w_ij = activation_i · coupling_ij``, in the order of the map's edges."""
         couplings = self.couplings(agreement)
         if self._activation is None:
             return couplings
-        child = self.routing_map.edges_on(self._pose.device)[:, 0]
+        child = self.routing_map.edges_on(self.device)[:, 0]
         return couplings * self._activation.index_select(1, child)[:, None]
 
     def materialised(self) -> Float[Tensor, "B J E C R N"]:
         """Compute and return all votes. The result has B·J·E·C·R·N elements."""
-        with without_autocast(self._pose.device):
+        with without_autocast(self.device):
             return self.routing_map.votes(self._pose, self._transform)
 
     def last_couplings(self) -> Float[Tensor, "B J E C"]:
         """Compute the couplings that the last call of `moments` used, on these votes or on a detached copy.
+
+        They are constants if that call had ``constant_couplings=True``.
 
         Raises:
             UnknownCouplings: `moments` has not been called.
@@ -329,7 +334,8 @@ class Votes:
             raise UnknownCouplings(
                 "the couplings are unknown, because the rule does not call votes.moments: leave out return_couplings"
             )
-        return self.couplings(self._last[0])
+        agreement, constant = self._last[0]
+        return (self.detach() if constant else self).couplings(agreement)
 
     @property
     def _options(self) -> tuple[bool, bool, bool]:
@@ -353,7 +359,7 @@ class Votes:
             raise ValueError(f"agreement must be an Agreement or None; got {described(agreement)}")
         *tensors, floor, inverse_temperature = agreement
         _check_variance(agreement)
-        vectors, dtype, device = self.parent_shape, self.dtype, self._pose.device
+        vectors, dtype = self.parent_shape, self.dtype
         other_dtype = False
         for name, part in zip(Agreement._fields[:5], tensors, strict=True):  # PyTorch 2.9 cannot compile strict=False
             if part is None:
@@ -363,8 +369,7 @@ class Votes:
                 raise ValueError(
                     f"{name!r} in the agreement must have shape {list(shape)} to fit the parents; got {described(part)}"
                 )
-            if part.device != device:
-                check_device(f"agreement.{name}", part, self._pose)
+            check_device(f"agreement.{name}", part, self.device)
             if part.dtype != dtype:
                 check_floating(f"agreement.{name}", part)
                 other_dtype = True
