@@ -37,7 +37,7 @@ def test_a_run_is_loaded_if_its_images_are_the_same_and_the_refusal_names_what_d
         ({"precision": "bf16"}, SPLITS, f"{hardware} precision=float32, not bf16: continue it there, or use another"),
         ({"model_options": {"im2col": True}}, SPLITS, f"{hardware} model.im2col=the default, not True: continue it"),
         ({"epochs": 2}, SPLITS, f"{folder} was started with epochs=1, not 2: use another --out"),
-        ({}, Splits(IMAGES, IMAGES, other), "was started with other data: the test images, their labels or their"),
+        ({}, Splits(IMAGES, IMAGES, other), "was started with other data (the test images, their labels or their"),
     ):
         with pytest.raises(BadInput) as caught:
             study.trained("net-seed0", replace(small(), **changes), splits)

@@ -353,7 +353,7 @@ def test_the_attack_loss_has_a_gradient_for_confident_predictions():
 def test_unknown_experiments_and_budgets_and_a_report_without_results_are_refused(call, refused, tmp_path):
     assert all(name in call("experiment", "list")[1] for name in EXPERIMENTS)
     assert "did you mean 'two-digits'" in refused("experiment", "two-digit")
-    assert "Known: quick, standard, paper" in refused(
+    assert "must be one of quick, standard, paper" in refused(
         "experiment", "two-digits", "--budget", "huge", "--out", tmp_path / "runs", "--results", tmp_path / "results"
     )
     assert "first run `torchcaps experiment NAME`" in refused("experiment", "report", "--results", tmp_path)
