@@ -13,6 +13,7 @@ from torchcaps import (
     MODELS,
     ROUTINGS,
     AttentionCapsNet,
+    BadInput,
     CapsNet,
     CapsuleHead,
     CapsuleLayer,
@@ -198,6 +199,10 @@ def test_a_rule_with_fewer_options_than_its_base_class_is_saved(tmp_path, monkey
     loaded = CapsNet.from_pretrained(tmp_path).class_capsules.routing
     assert isinstance(loaded, Strict)
     assert (loaded.iterations, loaded.variance_floor) == (1, 0.5)
+    changed = CapsNet((1, 17, 17), 5, routing="strict")
+    changed.class_capsules.routing.tempering = 0.5
+    with pytest.raises(BadInput, match=r"tempering is 0.5 here, but would be 1.0\): return"):
+        changed.save_pretrained(tmp_path / "changed")
 
 
 def test_layers_of_pytorch_can_be_fused():

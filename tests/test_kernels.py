@@ -155,7 +155,7 @@ def test_em_is_bit_identical_for_any_number_of_threads(routing_map, parent_types
     assert all(torch.equal(first, second) for first, second in zip(one, three, strict=True))
 
 
-def test_strided_and_empty_inputs_are_accepted_and_bfloat16_is_refused():
+def test_strided_empty_and_bfloat16_inputs_are_accepted():
     pose, activation, transform, beta_u, beta_a = full_problem(MAPS["conv"], 5, (4, 4, 4))
     right = em_routing(Capsules(pose, activation), transform, MAPS["conv"], beta_u, beta_a, backend="fused")
     turned = Capsules(pose.mT.contiguous().mT, activation.mT.contiguous().mT)
@@ -169,8 +169,7 @@ def test_strided_and_empty_inputs_are_accepted_and_bfloat16_is_refused():
     shifted = em_routing(Capsules(*moved[:2]), moved[2], MAPS["conv"], beta_u, beta_a, backend="fused")
     assert torch.equal(shifted.pose, right.pose)
     half = Capsules(pose.bfloat16(), activation.bfloat16())
-    with pytest.raises(ValueError, match=r"no fused kernels for torch\.bfloat16"):
-        em_routing(half, transform.bfloat16(), MAPS["conv"], beta_u, beta_a, backend="fused")
+    assert em_routing(half, transform.bfloat16(), MAPS["conv"], beta_u, beta_a, backend="fused").pose.isfinite().all()
     assert em_routing(half, transform, MAPS["conv"], beta_u, beta_a, backend="fused").pose.dtype == torch.float64
 
 

@@ -99,7 +99,7 @@ def test_records_of_passes_with_a_wrong_number_or_shape_of_tensors_are_refused()
 def test_inputs_that_the_kernels_do_not_support_are_refused_or_run_on_the_reference():
     case = full_problem(MAPS["dense"], 4, (5, 2, 13))
     with pytest.raises(
-        ValueError, match='"fused" does not support this call .there are no fused kernels for poses of more than 64'
+        ValueError, match=r'"fused" does not support this call \(there are no fused kernels for poses of more than 64'
     ):
         Votes(*case[:3], MAPS["dense"], backend="fused")
     assert Votes(*case[:3], MAPS["dense"]).moments().mean.shape == (3, 1, 4, 5, 13)

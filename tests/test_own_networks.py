@@ -10,12 +10,16 @@ from torch.nn import functional
 
 from torchcaps import (
     MODELS,
+    Agreement,
     BadInput,
     CapsNet,
     CapsuleLayer,
+    Capsules,
     Classifier,
     DenseCaps,
     Diverged,
+    DynamicRouting,
+    EMRouting,
     Prediction,
     Preprocessing,
     PrimaryCaps,
@@ -119,7 +123,7 @@ def test_a_rule_that_stores_an_argument_under_another_name_is_not_saved():
             super().__init__()
             self.rivals = competition
 
-    with pytest.raises(AttributeError, match="saved_options"):
+    with pytest.raises(BadInput, match=r"Renamed does not store the argument 'competition' .* define saved_options"):
         _ = Renamed("types").saved_options
 
 
@@ -249,3 +253,43 @@ def test_a_network_whose_capsules_are_all_at_one_position_is_inspected():
     classifier = Classifier(model.eval(), ("a", "b", "c"), (2, 29, 29), Preprocessing())
     support = inspect(classifier, torch.zeros(2, 29, 29, dtype=torch.uint8)).support
     torch.testing.assert_close(support, torch.full_like(support, 1 / 29**2))
+
+
+def test_couplings_of_a_pass_with_constant_couplings_have_no_gradient():
+    class Focused(Rule):
+        def __init__(self):
+            super().__init__()
+            self.focus = nn.Parameter(torch.ones(()))
+
+        def route(self, votes):
+            even = votes.moments(variance=False)
+            found = votes.moments(Agreement(linear=self.focus * even.mean), constant_couplings=True)
+            return Capsules(found.mean, found.mass)
+
+    pose, transform = torch.randn(2, 6, 4, 1, 8, requires_grad=True), torch.randn(6, 4, 10, 8, 16, requires_grad=True)
+    children = Capsules(pose, torch.rand(2, 6, 4))
+    parents, couplings = Focused()(children, transform, RoutingMap.dense(6), return_couplings=True)
+    assert not couplings.requires_grad
+    torch.testing.assert_close(couplings.sum(dim=1), torch.ones(2, 6, 4))
+    assert parents.pose.requires_grad
+
+
+def test_the_representation_of_a_rule_shows_its_options_and_those_of_its_base_class():
+    class Softer(EMRouting):
+        def __init__(self, parent_types, softness=4, **options):
+            super().__init__(parent_types, tempering=1 / softness, **options)
+            self.softness = softness
+
+    shown = repr(Softer(3, mean_damping=0.1))
+    assert shown.startswith("Softer(parent_types=3, softness=4, iterations=3, ")
+    assert "mean_damping=0.1, tempering=0.25" in shown
+    assert repr(UniformRouting("su")) == "UniformRouting(squash_form='su')"
+
+
+@pytest.mark.parametrize("rule", [EMRouting(3), DynamicRouting()])
+@pytest.mark.parametrize("iterations", ["3", None, 2.5, 0, 1001])
+def test_iterations_that_are_wrong_after_a_change_are_refused(rule, iterations):
+    layer = DenseCaps(6, 4, 8, 3, 16, routing=rule)
+    layer.routing.iterations = iterations
+    with pytest.raises(ValueError, match="iterations must be an integer from 1 to 1,000; got"):
+        layer(Capsules(torch.randn(2, 6, 4, 1, 8), torch.rand(2, 6, 4)))

@@ -349,6 +349,21 @@ def test_a_resumed_run_with_more_epochs_follows_the_new_schedule_from_its_first_
     assert min(resumed) > 0
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("schedule", [None, torch.optim.lr_scheduler.StepLR])
+def test_an_own_learning_rate_schedule_is_kept(tmp_path, monkeypatch, schedule):
+    class Own(RecordingRates):
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            return optimizer if schedule is None else ([optimizer], [schedule(optimizer, step_size=1, gamma=0.5)])
+
+    monkeypatch.setattr(RecordingRates, "rates", [], raising=False)
+    fit(tiny(2, schedule="cosine", warm_up_epochs="1.0"), SPLITS, tmp_path / "run", module_class=Own)
+    fit(tiny(3, schedule="cosine", warm_up_epochs="1.0"), SPLITS, tmp_path / "run", module_class=Own, resume=True)
+    rates = [0.1, 0.1, 0.1] if schedule is None else [0.1, 0.05, 0.025]
+    assert RecordingRates.rates == [rate for rate in rates for _ in range(3)]
+
+
 def test_of_equal_scores_every_command_names_the_first_class(call, tmp_path):
     names = tuple("abcdefghijkl")
     model = PooledCNN((1, 28, 28), num_classes=len(names))

@@ -27,6 +27,7 @@ from torchcaps import (
     Votes,
     dynamic_routing,
 )
+from torchcaps.kernels import _cpu
 from torchcaps.routing import LayerShape
 from torchcaps.testing import check_rule
 
@@ -307,6 +308,7 @@ def test_rules_compute_in_float32_under_autocast_and_in_half_precision():
             cast = rule(children, transform, RoutingMap.dense(6))
         torch.testing.assert_close(cast.pose, plain.pose)
         rounded = Capsules(*(x.bfloat16() for x in children)), transform.bfloat16()
+        assert Votes(rounded[0].pose, None, rounded[1], RoutingMap.dense(6)).fused == (_cpu is not None)
         half = rule.bfloat16()(*rounded, RoutingMap.dense(6))
         right = rule(Capsules(*(x.float() for x in rounded[0])), rounded[1].float(), RoutingMap.dense(6))
         torch.testing.assert_close(half, Capsules(*(x.bfloat16() for x in right)), rtol=8e-3, atol=1e-3)

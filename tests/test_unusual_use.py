@@ -342,7 +342,7 @@ def test_a_rule_with_other_options_than_it_saves_is_refused(monkeypatch, tmp_pat
             self.slowness = slowness
 
     for rule, problem in (
-        (Renamed, "store each argument of its constructor as an attribute of the same name or define saved_options"),
+        (Renamed, "does not store the argument 'amount' of its constructor"),
         (Slower, "inherits saved_options from Slow but has other constructor arguments"),
     ):
         monkeypatch.setitem(ROUTINGS, "own", rule)

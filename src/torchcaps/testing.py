@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from torchcaps.capsules import Capsules
 from torchcaps.checks import described
-from torchcaps.routing import LayerShape
+from torchcaps.routing import LayerShape, Rule
 from torchcaps.routing.votes import UnknownCouplings
 from torchcaps.routing_map import RoutingMap
 
@@ -34,7 +34,7 @@ MAPS = {"dense": RoutingMap.dense(4), "shared": RoutingMap.shared(4), "conv": Ro
 
 
 def check_rule(
-    make: Callable[[LayerShape], nn.Module], rows: int = 1, columns: int = 4, finite_differences: bool = True
+    make: Callable[[LayerShape], Rule], rows: int = 1, columns: int = 4, finite_differences: bool = True
 ) -> None:
     """Test your own routing rule on a dense, a shared and a convolutional map.
 
@@ -112,7 +112,7 @@ def check_rule(
                 raise AssertionError(f"the rule fails this test on the {name} map: {law.__doc__} ({error})") from error
 
 
-def _run(rule: nn.Module, pose: Tensor, activation: Tensor, case: Case) -> tuple[Tensor, ...]:
+def _run(rule: Rule, pose: Tensor, activation: Tensor, case: Case) -> tuple[Tensor, ...]:
     """Return pose and activation of the parents, and the couplings if they are known."""
     layer = Capsules(pose, activation), case.transform, case.routing_map
     try:
@@ -122,7 +122,7 @@ def _run(rule: nn.Module, pose: Tensor, activation: Tensor, case: Case) -> tuple
     return parents.pose, parents.activation, couplings
 
 
-def _shapes(rule: nn.Module, case: Case, activation: Tensor) -> None:
+def _shapes(rule: Rule, case: Case, activation: Tensor) -> None:
     """The parents and the couplings have the right shapes, and activations are at least 0."""
     (batch, _, types, rows, _), (_, _, parents, _, columns) = case.pose.shape, case.transform.shape
     capsules = (batch, case.routing_map.parent_sites, parents)
@@ -137,7 +137,7 @@ def _shapes(rule: nn.Module, case: Case, activation: Tensor) -> None:
     assert (lowest := results[1].min()) > -1e-6, f"an activation is {lowest:.3g}: apply a function such as sigmoid"
 
 
-def _sites(rule: nn.Module, case: Case, activation: Tensor) -> None:
+def _sites(rule: Rule, case: Case, activation: Tensor) -> None:
     """The order of child sites does not change the parents."""
     order = torch.randperm(len(case.pose[0]), generator=torch.Generator().manual_seed(1))
     edges = case.routing_map.edges.clone()
@@ -148,7 +148,7 @@ def _sites(rule: nn.Module, case: Case, activation: Tensor) -> None:
         torch.testing.assert_close(one, right)
 
 
-def _parent_sites(rule: nn.Module, case: Case, activation: Tensor) -> None:
+def _parent_sites(rule: Rule, case: Case, activation: Tensor) -> None:
     """The order of parent sites changes only the order of the parents."""
     order = torch.randperm(case.routing_map.parent_sites, generator=torch.Generator().manual_seed(1))
     edges = case.routing_map.edges.clone()
@@ -159,7 +159,7 @@ def _parent_sites(rule: nn.Module, case: Case, activation: Tensor) -> None:
         torch.testing.assert_close(one, right[:, order])
 
 
-def _samples(rule: nn.Module, case: Case, activation: Tensor) -> None:
+def _samples(rule: Rule, case: Case, activation: Tensor) -> None:
     """A sample gives the same result alone as in a batch."""
     together = _run(rule, case.pose, activation, case)
     for sample in (slice(0, 1), slice(1, 2)):
@@ -168,7 +168,7 @@ def _samples(rule: nn.Module, case: Case, activation: Tensor) -> None:
             torch.testing.assert_close(one, right[sample])
 
 
-def _finite(rule: nn.Module, pose: Tensor, activation: Tensor, case: Case) -> None:
+def _finite(rule: Rule, pose: Tensor, activation: Tensor, case: Case) -> None:
     for dtype in (torch.float64, torch.float32):
         leaves = [x.detach().to(dtype, copy=True).requires_grad_() for x in (pose, activation, case.transform)]
         parents = copy.deepcopy(rule).to(dtype)(Capsules(leaves[0], leaves[1]), leaves[2], case.routing_map)
@@ -177,17 +177,17 @@ def _finite(rule: nn.Module, pose: Tensor, activation: Tensor, case: Case) -> No
             assert torch.isfinite(value).all(), f"a value or gradient is not finite with {dtype} inputs"
 
 
-def _training(rule: nn.Module, case: Case, activation: Tensor) -> None:
+def _training(rule: Rule, case: Case, activation: Tensor) -> None:
     """In training mode, values and gradients are finite."""
     _finite(copy.deepcopy(rule).train(), case.pose, activation, case)
 
 
-def _zero(rule: nn.Module, case: Case, activation: Tensor) -> None:
+def _zero(rule: Rule, case: Case, activation: Tensor) -> None:
     """Values and gradients are finite if all poses are zero."""
     _finite(rule, torch.zeros_like(case.pose), activation, case)
 
 
-def _single(rule: nn.Module, case: Case, activation: Tensor) -> None:
+def _single(rule: Rule, case: Case, activation: Tensor) -> None:
     """Values and gradients are finite if one child or no child is active."""
     alone = torch.zeros_like(activation)
     _finite(rule, case.pose, alone, case)
@@ -195,15 +195,15 @@ def _single(rule: nn.Module, case: Case, activation: Tensor) -> None:
     _finite(rule, case.pose, alone, case)
 
 
-def _copied(rule: nn.Module, case: Case, activation: Tensor) -> None:
+def _copied(rule: Rule, case: Case, activation: Tensor) -> None:
     """After a call, the rule can be copied with copy.deepcopy; if it stores tensors, detach them first."""
     _run(rule, case.pose, activation, case._replace(transform=case.transform.clone().requires_grad_()))
     copy.deepcopy(rule)
 
 
-def _inactive(rule: nn.Module, case: Case, activation: Tensor) -> None:
+def _inactive(rule: Rule, case: Case, activation: Tensor) -> None:
     """A child with activation 0 has no effect."""
-    if not getattr(rule, "weighs_activations", True):
+    if not rule.weighs_activations:
         return
     silent, other = activation.clone(), case.pose.clone()
     silent[:, 0], other[:, 0] = 0, 100
@@ -211,13 +211,13 @@ def _inactive(rule: nn.Module, case: Case, activation: Tensor) -> None:
         torch.testing.assert_close(one, right)
 
 
-def _bits(rule: nn.Module, case: Case, activation: Tensor) -> None:
+def _bits(rule: Rule, case: Case, activation: Tensor) -> None:
     """Two calls with the same input give bitwise equal results."""
     first, again = (_run(rule, case.pose, activation, case) for _ in range(2))
     assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True)), "two calls differ"
 
 
-def _backends(rule: nn.Module, case: Case, activation: Tensor) -> None:
+def _backends(rule: Rule, case: Case, activation: Tensor) -> None:
     """The fused kernels and the reference give the same values and gradients."""
     if not hasattr(rule, "backend"):
         return
@@ -235,7 +235,7 @@ def _backends(rule: nn.Module, case: Case, activation: Tensor) -> None:
         torch.testing.assert_close(found, right)
 
 
-def _gradients(rule: nn.Module, case: Case, activation: Tensor) -> None:
+def _gradients(rule: Rule, case: Case, activation: Tensor) -> None:
     """Gradients match finite differences, also for the parameters of the rule."""
     learned = {name: x for name, x in rule.named_parameters() if x.requires_grad}
 
@@ -248,7 +248,7 @@ def _gradients(rule: nn.Module, case: Case, activation: Tensor) -> None:
     torch.autograd.gradcheck(outputs, leaves, fast_mode=True)
 
 
-def _dtypes(rule: nn.Module, case: Case, activation: Tensor) -> None:
+def _dtypes(rule: Rule, case: Case, activation: Tensor) -> None:
     """The result has the dtype of the inputs."""
     for dtype in (torch.float64, torch.float32):
         narrow = case._replace(transform=case.transform.to(dtype))
@@ -257,7 +257,7 @@ def _dtypes(rule: nn.Module, case: Case, activation: Tensor) -> None:
     rule.double()
 
 
-def _compiled(rule: nn.Module, case: Case, activation: Tensor) -> None:
+def _compiled(rule: Rule, case: Case, activation: Tensor) -> None:
     """torch.compile compiles the rule to one graph, which gives the same values."""
     torch.compiler.reset()
     compiled = torch.compile(rule, fullgraph=True, backend="aot_eager")

@@ -75,6 +75,7 @@ class TrainingModule(lightning.LightningModule):
         self.gathered = CatMetric(nan_strategy="disable")
         self.register_buffer("class_weights", class_weights, persistent=False)
         self._compiled: tuple[Callable[..., Prediction]] | None = None
+        self._schedule: torch.optim.lr_scheduler.LambdaLR | None = None
 
     def _loss(self, images: Tensor, labels: Tensor, train: bool) -> tuple[Tensor, Tensor]:
         loss, scores = self.loss_and_scores(images, labels, train)
@@ -175,10 +176,14 @@ class TrainingModule(lightning.LightningModule):
         return f"the output of module {found[0]}" if found else "the loss itself"
 
     def on_train_start(self) -> None:
-        """Set the learning rate of the first step, because a resumed run can have more epochs than its checkpoint."""
-        schedule = cast(torch.optim.lr_scheduler.LambdaLR, self.lr_schedulers())
-        for group, rate in zip(schedule.optimizer.param_groups, schedule.base_lrs, strict=True):
-            group["lr"] = rate * self._rate(schedule.last_epoch)
+        """Set the learning rate of the first step, because a resumed run can have more epochs than its checkpoint.
+
+        If a subclass has a schedule of its own, the learning rate stays as it is.
+        """
+        schedule = self._schedule
+        if schedule is not None and self.lr_schedulers() is schedule:
+            for group, rate in zip(schedule.optimizer.param_groups, schedule.base_lrs, strict=True):
+                group["lr"] = rate * self._rate(schedule.last_epoch)
 
     def on_train_epoch_start(self) -> None:
         self.set_iterations(early=self.current_epoch < self.recipe.early_epochs)
@@ -292,8 +297,8 @@ class TrainingModule(lightning.LightningModule):
             self.parameters(), lr=recipe.learning_rate, weight_decay=recipe.weight_decay, **options
         )
         # With a bound method, LambdaLR would save the attributes of the method's object in every checkpoint.
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: self._rate(step))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        self._schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: self._rate(step))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self._schedule, "interval": "step"}}
 
     def _rate(self, step: int) -> float:
         """Return the factor by which the learning rate is multiplied at a step."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from threading import RLock
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -98,7 +98,7 @@ class Explorer:
         if not own:
             raise BadInput(f"{self.sources[name]} contains no capsule network: give a network with a routing rule")
         fitting = [rule for rule in ROUTINGS if rule == own or self._fits(name, rule)]
-        return Rules(fitting, own, int(cast(Any, own_rules[-1]).saved_options.get("iterations", 0)))
+        return Rules(fitting, own, int(own_rules[-1].saved_options.get("iterations", 0)))
 
     def _fits(self, name: str, rule: str) -> bool:
         try:

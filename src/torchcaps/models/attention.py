@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from torchcaps.capsules import Capsules, Prediction
+from torchcaps.capsules import Capsules, Prediction, wide
 from torchcaps.checks import check_iterations, check_sizes
 from torchcaps.decoder import prediction_of
 from torchcaps.errors import BadInput
@@ -127,7 +127,7 @@ class AttentionCapsNet(nn.Module, Pretrained):
         check_images(images, self.image_shape)
         capsules = self.primary_capsules(self.features(images))
         pose = capsules.pose.to(self.class_capsules.transform.dtype).flatten(3)
-        pose = self.primary_norm(pose).view(capsules.pose.shape)
+        pose = wide(self.primary_norm(pose)).view(capsules.pose.shape)
         layers = self.first_capsules, self.second_capsules, self.class_capsules
         once = {"iterations": 1} if self.concurrent else {}
         found = [Capsules(pose, capsules.activation)]

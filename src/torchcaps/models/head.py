@@ -90,7 +90,7 @@ class CapsuleHead(nn.Module):
             squash_form="none",
             # If the rule ignores activations, weights that compute them get no gradients, and DistributedDataParallel
             # would wait for these gradients.
-            activation="sigmoid" if getattr(rule, "weighs_activations", True) else "length",
+            activation="sigmoid" if rule.weighs_activations else "length",
             # In rules that sum votes, reversing the sign of all poses leaves the scores unchanged, unless a learned
             # offset is added to the poses.
             normalise="affine" if isinstance(rule, SUMMING) else "plain",

@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from torch import nn
 from torchcaps.errors import BadInput
 from torchcaps.options import check_kind, check_options, kinds_of, plain_options
 from torchcaps.routing import ROUTINGS, Routing, Rule
+from torchcaps.routing.rule import stored_options
 
 
 def layer_rules(model: nn.Module) -> dict[str, Rule]:
@@ -25,10 +26,9 @@ def layer_rules(model: nn.Module) -> dict[str, Rule]:
 
 
 def _described(rule: Rule) -> dict[str, Any] | None:
-    """Return the rule's name in `ROUTINGS` and its options; None if one of them is unknown."""
+    """Return the rule's name in `ROUTINGS` and its options; None if the rule is not in `ROUTINGS`."""
     name = next((name for name, kind in ROUTINGS.items() if type(rule) is kind), None)
-    options = getattr(rule, "saved_options", None)
-    return None if name is None or options is None else {"rule": name, "options": plain_options(name, options)}
+    return None if name is None else {"rule": name, "options": plain_options(name, rule.saved_options)}
 
 
 def saved_rules(model: nn.Module) -> dict[str, Any]:
@@ -52,8 +52,7 @@ def saved_rules(model: nn.Module) -> dict[str, Any]:
         if rule is None:
             raise BadInput(
                 f"layer {layer} has the routing rule {type(rules[layer]).__name__}, which from_pretrained cannot "
-                "create: add it to torchcaps.ROUTINGS, and store each argument of its constructor as an attribute of "
-                "the same name or define saved_options; or save model.state_dict()"
+                "create: add it to torchcaps.ROUTINGS, or save model.state_dict()"
             )
     return found
 
@@ -67,8 +66,8 @@ def settings_of(model: nn.Module) -> dict[tuple[str, str], Any]:
     """Return the plain attributes of the layers of a network, by layer and attribute, to compare two networks.
 
     These are the types and attributes of all layers of torch and torchcaps, and the constructor arguments that other
-    rules in `ROUTINGS` store as attributes. The attributes ``training`` and ``backend`` are left out, because they are
-    not part of the network.
+    rules in `ROUTINGS` and their base classes store as attributes. The attributes ``training`` and ``backend`` are left
+    out, because they are not part of the network.
     """
     found: dict[tuple[str, str], Any] = {}
     for name, layer in model.named_modules():
@@ -77,7 +76,7 @@ def settings_of(model: nn.Module) -> dict[tuple[str, str], Any]:
             found[name, "type"] = kind.__name__
             compared = {*vars(layer)} - {"training", "backend"}
         elif kind in ROUTINGS.values():
-            compared = {*inspect.signature(kind).parameters} & {*vars(layer)} - {"backend"}
+            compared = {*stored_options(cast(Rule, layer))} - {"backend"}
         else:
             continue
         for key in sorted(compared):

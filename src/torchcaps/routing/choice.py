@@ -2,6 +2,7 @@
 
 import inspect
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,7 +124,8 @@ def rule_for(routing: Rule | Routing | str, layer: LayerShape) -> Rule:
     # Attributes of a rule of your own may have other meanings, unless the rule defines saved_options.
     defined = type(routing).saved_options is not Rule.saved_options
     if defined or isinstance(routing, tuple(ROUTINGS.values())):
-        own |= getattr(routing, "saved_options", {})
+        with suppress(BadInput):  # an argument is not stored
+            own |= routing.saved_options
     for name, size in {**layer._asdict(), "pose_size": math.prod(layer.parent_pose_shape)}.items():
         made_for = tuple(own[name]) if isinstance(own.get(name), list) else own.get(name, size)
         if made_for != size:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torchcaps.capsules import Capsules, SquashForm, squash, squashed
 from torchcaps.checks import check_choice, check_iterations
 from torchcaps.kernels import BACKENDS, Backend
-from torchcaps.routing.rule import Rule
+from torchcaps.routing.rule import Rule, passes_of
 from torchcaps.routing.votes import COMPETITIONS, Agreement, Competition, Votes, in_dtype, without_autocast
 from torchcaps.routing_map import RoutingMap
 
@@ -237,7 +237,7 @@ class DynamicRouting(Rule):
     @property
     def passes(self) -> int:
         """Number of calls of `Votes.moments` through which gradients flow."""
-        return 1 if self.gradient_passes == "last" else max(1, self.iterations)
+        return 1 if self.gradient_passes == "last" else passes_of(self.iterations)
 
     @property
     def _options(self) -> _Options:

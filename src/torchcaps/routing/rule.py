@@ -1,6 +1,7 @@
 """Base class of routing rules. A rule calls `Votes.moments` in a loop, with plain PyTorch between the calls."""
 
 import inspect
+from numbers import Integral
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 
 from torchcaps.capsules import Capsules, check_capsules
 from torchcaps.checks import described
+from torchcaps.errors import BadInput
 from torchcaps.kernels import Backend
 from torchcaps.kernels.memory import statistics_dtype
 from torchcaps.routing.agreement import Competition
@@ -37,9 +39,9 @@ class LayerShape(NamedTuple):
 class Rule(nn.Module):
     """Base class of routing rules, which compute parents from votes. A subclass implements `route`.
 
-    The parents have the widest dtype of poses, activations and transform; the rule computes at least in float32.
-    Autocast does not change these dtypes, provided that ``backward`` is called outside the autocast context. A network
-    can be saved if its rule is in ``torchcaps.ROUTINGS``.
+    The parents have the widest dtype of poses, transform and, if the rule uses them, activations. The rule computes at
+    least in float32. Autocast does not change these dtypes, provided that ``backward`` is called outside the autocast
+    context. A network can be saved if its rule is in ``torchcaps.ROUTINGS``.
 
     Example:
         >>> from torchcaps.routing.votes import Agreement
@@ -71,7 +73,7 @@ class Rule(nn.Module):
     @property
     def passes(self) -> int:
         """Number of calls of `Votes.moments` in `route`: ``self.iterations`` if it is defined, otherwise 1."""
-        return max(1, getattr(self, "iterations", 1))
+        return passes_of(getattr(self, "iterations", 1))
 
     @property
     def saved_options(self) -> dict[str, Any]:
@@ -80,11 +82,14 @@ class Rule(nn.Module):
         Override this property if the rule does not store each argument as an attribute of the same name.
 
         Raises:
-            AttributeError: an argument is not stored in this way. Parameters, buffers and modules do not count.
+            BadInput: an argument is not stored in this way. Parameters, buffers and modules do not count.
         """
         names, stored = inspect.signature(type(self)).parameters, vars(self)
         if missing := [name for name in names if name not in stored]:
-            raise AttributeError(f"{type(self).__name__} does not store {missing[0]!r}: define saved_options")
+            raise BadInput(
+                f"the routing rule {type(self).__name__} does not store the argument {missing[0]!r} of its constructor "
+                "as an attribute of the same name: store it or define saved_options"
+            )
         return {name: stored[name] for name in names}
 
     @classmethod
@@ -149,7 +154,7 @@ class Rule(nn.Module):
             check_activation(activation, pose)
             dtype = torch.promote_types(dtype, activation.dtype)
         with without_autocast(pose.device):
-            if type(self).prepare is not Rule.prepare:  # the kernels convert each number when they read it
+            if getattr(self.prepare, "__func__", None) is not Rule.prepare:
                 computed = statistics_dtype(dtype)
                 pose, transform = self.prepare(pose.to(computed), transform.to(computed), routing_map)
             votes = Votes(
@@ -173,9 +178,19 @@ class Rule(nn.Module):
             return (parents, votes.last_couplings()) if return_couplings else parents
 
     def extra_repr(self) -> str:
-        stored = vars(self)
-        options = [name for name in inspect.signature(type(self)).parameters if name in stored]
-        return ", ".join(f"{name}={stored[name]!r}" for name in options)
+        return ", ".join(f"{name}={value!r}" for name, value in stored_options(self).items())
+
+
+def stored_options(rule: Rule) -> dict[str, Any]:
+    """Return the constructor arguments that a rule stores as attributes, also those of its base classes."""
+    kinds = [kind for kind in type(rule).__mro__ if issubclass(kind, Rule)]
+    names = dict.fromkeys(name for kind in kinds for name in inspect.signature(kind).parameters)
+    return {name: vars(rule)[name] for name in names if name in vars(rule)}
+
+
+def passes_of(iterations: Any) -> int:
+    """Return the number of passes for a number of iterations: at least 1. The rule itself checks the iterations."""
+    return max(1, int(iterations)) if isinstance(iterations, Integral) else 1
 
 
 def _are_capsules(parents: Any) -> bool:

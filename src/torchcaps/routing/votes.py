@@ -151,10 +151,12 @@ class Votes:
         if activation is not None:
             check_activation(activation, pose)
             dtype = torch.promote_types(dtype, activation.dtype)
-        self.fused = chosen_fused(backend, obstacle(pose, transform, dtype))
         self.dtype = statistics_dtype(dtype)
         """Dtype of the moments and agreements."""
-        if not self.fused:  # the fused kernels convert each number when they read it
+        if pose.is_cpu:
+            dtype = self.dtype
+        self.fused = chosen_fused(backend, obstacle(pose, transform, dtype))
+        if not self.fused:  # the kernels for GPUs convert each number when they read it
             dtype = self.dtype
         self.routing_map = routing_map
         self.device = pose.device
@@ -166,9 +168,9 @@ class Votes:
         batch, _, _, rows, _ = pose.shape
         _, _, types, _, columns = transform.shape
         self.parent_shape = batch, routing_map.parent_sites, types, rows, columns
-        """Shape (B, P, J, R, N) of the parents' poses."""
+        """Shape (B, P, J, R, N) of the parents' mean votes, including columns that `Rule.prepare` adds."""
         self.child_shape = (*pose.shape,)
-        """Shape (B, S, C, R, Q) of the children's poses."""
+        """Shape (B, S, C, R, Q) of the children's poses, including columns that `Rule.prepare` adds."""
         if self.fused:  # the kernels would copy tensors with another memory order in every pass
             self._pose, self._transform = for_kernels(self._pose), self._transform.contiguous()
             self._activation = None if self._activation is None else for_kernels(self._activation)
@@ -323,9 +325,7 @@ class Votes:
             return self.routing_map.votes(self._pose, self._transform)
 
     def last_couplings(self) -> Float[Tensor, "B J E C"]:
-        """Compute the couplings that the last call of `moments` used, on these votes or on a detached copy.
-
-        They are constants if that call had ``constant_couplings=True``.
+        """Compute the couplings of the last call of `moments`: constants if it had ``constant_couplings=True``.
 
         Raises:
             UnknownCouplings: `moments` has not been called.
@@ -335,7 +335,8 @@ class Votes:
                 "the couplings are unknown, because the rule does not call votes.moments: leave out return_couplings"
             )
         agreement, constant = self._last[0]
-        return (self.detach() if constant else self).couplings(agreement)
+        with torch.no_grad() if constant else nullcontext():
+            return self.couplings(agreement)
 
     @property
     def _options(self) -> tuple[bool, bool, bool]:
