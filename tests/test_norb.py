@@ -140,9 +140,12 @@ def test_resized_images_keep_their_attributes_and_are_averaged_over_areas(tmp_pa
     [
         ({"cat": np.zeros(11, dtype=np.int32)}, "12 images but .* 11 rows"),
         ({"info": np.zeros((13, 4), dtype=np.int32)}, "12 images but .* 13 rows"),
-        ({"info": np.zeros((12, 3), dtype=np.int32)}, "not int32 .*instance, elevation"),
-        ({"cat": np.zeros((12, 1), dtype=np.int32)}, "not int32 categories"),
-        ({"dat": np.zeros((12, 2, 96), dtype=np.uint8)}, "not uint8 images"),
+        (
+            {"info": np.zeros((12, 3), dtype=np.int32)},
+            "must be int32 .*instance, elevation.*; got an int32 array \\[12, 3\\]",
+        ),
+        ({"cat": np.zeros((12, 1), dtype=np.int32)}, "must be int32 .N.; got an int32 array"),
+        ({"dat": np.zeros((12, 2, 96), dtype=np.uint8)}, "must be uint8 "),
     ],
 )
 def test_files_that_do_not_match_are_refused_by_name(changed, problem, tmp_path):

@@ -56,9 +56,9 @@ def described(value: Any) -> str:
     """
     if isinstance(value, Real) and not isinstance(value, bool):
         return str(value)
-    if isinstance(value, Tensor):
-        dtype = str(value.dtype).removeprefix("torch.")
-        return f"{'an' if dtype.startswith('int') else 'a'} {dtype} tensor {list(value.shape)}"
+    if isinstance(value, Tensor | np.ndarray):
+        dtype, kind = str(value.dtype).removeprefix("torch."), "tensor" if isinstance(value, Tensor) else "array"
+        return f"{'an' if dtype.startswith('int') else 'a'} {dtype} {kind} {list(value.shape)}"
     if isinstance(value, type):
         return f"the class {value.__name__}"
     text = repr(value)

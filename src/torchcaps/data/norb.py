@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Int, Shaped, UInt8
 from torch import Tensor
 
+from torchcaps.checks import described
 from torchcaps.data.download import complete
 from torchcaps.data.files import content_of, present, verified
 from torchcaps.data.images import Images
@@ -138,12 +139,12 @@ def load_norb_files(folder: Path, prefix: str, split: str, size: int) -> NorbFil
         paths.append(found)
     images, categories, info = (read_norb(path) for path in paths)
     if images.ndim != 4 or images.dtype != np.uint8:
-        raise BadInput(f"{paths[0]} contains {_kind(images)}, not uint8 images [N, cameras, H, W]: download it again")
+        raise BadInput(f"{paths[0]} must be uint8 [N, cameras, H, W]; got {described(images)}: download it again")
     if categories.ndim != 1 or categories.dtype != np.int32:
-        raise BadInput(f"{paths[1]} contains {_kind(categories)}, not int32 categories [N]: download it again")
+        raise BadInput(f"{paths[1]} must be int32 [N]; got {described(categories)}: download it again")
     if info.ndim != 2 or info.dtype != np.int32 or info.shape[1] < len(ATTRIBUTES):
         raise BadInput(
-            f"{paths[2]} contains {_kind(info)}, not int32 [N, 4 or more] with the columns {', '.join(ATTRIBUTES)}: "
+            f"{paths[2]} must be int32 [N, 4 or more] with the columns {', '.join(ATTRIBUTES)}; got {described(info)}: "
             "download it again"
         )
     for path, array in ((paths[1], categories), (paths[2], info)):
@@ -256,7 +257,3 @@ def _header(content: bytes | bytearray, name: str) -> tuple[np.dtype, tuple[int,
             " not exceed 16 GiB: download it again"
         )
     return TYPES[magic], sizes, start
-
-
-def _kind(array: np.ndarray) -> str:
-    return f"{array.dtype} of shape {list(array.shape)}"

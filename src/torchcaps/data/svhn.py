@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from torchcaps.checks import described
 from torchcaps.data.download import complete, fetched
 from torchcaps.data.files import verified
 from torchcaps.data.images import Images
@@ -78,9 +79,9 @@ def read_svhn(path: Path, md5: str | None = None) -> Images:
     pixels, digits = read_arrays(path, ["X", "y"], md5)
     cure = "delete the file and download it again"
     if pixels.dtype != np.uint8 or pixels.ndim != 4 or pixels.shape[:3] != (32, 32, 3):
-        raise BadInput(f"X in {path} must be uint8 [32, 32, 3, N]; got {_kind(pixels)}: {cure}")
+        raise BadInput(f"X in {path} must be uint8 [32, 32, 3, N]; got {described(pixels)}: {cure}")
     if digits.dtype not in (np.uint8, np.float64) or digits.ndim != 2 or digits.shape[1] != 1:
-        raise BadInput(f"y in {path} must be uint8 or float64 [N, 1]; got {_kind(digits)}: {cure}")
+        raise BadInput(f"y in {path} must be uint8 or float64 [N, 1]; got {described(digits)}: {cure}")
     if len(digits) != pixels.shape[3]:
         raise BadInput(f"{path} has {pixels.shape[3]:,} images but {len(digits):,} labels: {cure}")
     wrong = digits[~np.isin(digits, range(1, 11))]
@@ -88,7 +89,3 @@ def read_svhn(path: Path, md5: str | None = None) -> Images:
         raise BadInput(f"labels in {path} must be from 1 to 10; got {wrong[0]:g}: {cure}")
     images = torch.from_numpy(pixels.transpose(3, 2, 0, 1).copy(order="C"))
     return Images(images, torch.from_numpy(digits[:, 0].astype(np.int64) % 10), tuple("0123456789"))
-
-
-def _kind(array: np.ndarray) -> str:
-    return f"{array.dtype} of shape {list(array.shape)}"

@@ -7,7 +7,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from torchcaps.capsules import Prediction, wide
-from torchcaps.checks import check_channels, check_sizes
+from torchcaps.checks import check_channels, check_number, check_sizes
 from torchcaps.convolution import Im2colConv2d, kaiming_
 from torchcaps.decoder import Decoder, prediction_of
 from torchcaps.layers import DenseCaps
@@ -140,7 +140,7 @@ class BaselineCNN(nn.Module, Pretrained):
 
     Raises:
         BadInput: ``image_shape`` is not (channels, height, width).
-        ValueError: a size is below 1, ``channels`` or ``hidden_sizes`` is empty, or ``dropout`` is not in [0, 1].
+        ValueError: a size is below 1, ``channels`` or ``hidden_sizes`` is empty, or ``dropout`` is not in [0, 1).
 
     Example:
         >>> import torch
@@ -162,6 +162,7 @@ class BaselineCNN(nn.Module, Pretrained):
         check_sizes(num_classes=num_classes)
         check_channels("channels", channels)
         check_channels("hidden_sizes", hidden_sizes)
+        check_number("dropout", dropout, "[0, 1)")
         image_channels, height, width = self.image_shape = check_image_shape("BaselineCNN", image_shape, smallest=1)
         layers: list[nn.Module] = []
         for below, above in zip([image_channels, *channels], channels, strict=False):

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from torchcaps.capsules import Prediction, wide
-from torchcaps.checks import check_channels, check_choice, check_integer, check_sizes
+from torchcaps.checks import check_channels, check_choice, check_integer, check_number, check_sizes
 from torchcaps.decoder import prediction_of
 from torchcaps.errors import BadInput
 from torchcaps.layers import ClassCaps, ConvCaps, truncated_normal_
@@ -242,7 +242,7 @@ class MatrixBaselineCNN(nn.Module, Pretrained):
 
     Raises:
         BadInput: the image is too small for the pooling.
-        ValueError: a size is below 1, ``channels`` is empty, or ``dropout`` is not in [0, 1].
+        ValueError: a size is below 1, ``channels`` is empty, or ``dropout`` is not in [0, 1).
 
     Example:
         >>> import torch
@@ -263,6 +263,7 @@ class MatrixBaselineCNN(nn.Module, Pretrained):
         super().__init__()
         check_sizes(num_classes=num_classes, hidden_size=hidden_size)
         check_channels("channels", channels)
+        check_number("dropout", dropout, "[0, 1)")
         shrunk = 2 ** len(channels)
         image_channels, height, width = self.image_shape = check_image_shape("MatrixBaselineCNN", image_shape, shrunk)
         layers: list[nn.Module] = []
