@@ -37,6 +37,7 @@ __all__ = [
     "expect_one_device",
     "in_onnx_export",
     "in_torch_func",
+    "kernels_read",
     "obstacle",
     "once",
 ]
@@ -69,6 +70,11 @@ def chosen_fused(backend: Backend, obstacle: str | None) -> bool:
     return fused
 
 
+def kernels_read(dtype: torch.dtype, on_cpu: bool) -> bool:
+    """Return whether the fused kernels read tensors of a dtype. They compute sums in float32 or float64."""
+    return dtype in (CPU_DTYPES if on_cpu else GPU_DTYPES)
+
+
 def obstacle(pose: Tensor, transform: Tensor, dtype: torch.dtype) -> str | None:
     """Return the reason why the fused kernels cannot route these children, or None if they can.
 
@@ -89,7 +95,7 @@ def obstacle(pose: Tensor, transform: Tensor, dtype: torch.dtype) -> str | None:
         torch.version.hip is not None or (not torch.compiler.is_compiling() and not _has_capability(pose.device.index))
     ):
         return "the fused kernels need an NVIDIA GPU of compute capability 7.0 or higher"
-    if dtype not in (CPU_DTYPES if on_cpu else GPU_DTYPES):
+    if not kernels_read(dtype, on_cpu):
         return f"there are no fused kernels for {dtype}"
     if pose.shape[3] * max(transform.shape[3:]) > MOST_NUMBERS:
         return f"there are no fused kernels for poses of more than {MOST_NUMBERS} numbers"

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from torchcaps.checks import check_choice, check_device, check_floating, check_sizes, described
-from torchcaps.kernels import Backend, chosen_fused, obstacle
+from torchcaps.kernels import Backend, chosen_fused, kernels_read, obstacle
 from torchcaps.kernels import autograd as fused
 from torchcaps.kernels.gaussian import half_precision, log_volume
 from torchcaps.kernels.memory import for_kernels, samples_in_lanes, statistics_dtype
@@ -153,10 +153,10 @@ class Votes:
             dtype = torch.promote_types(dtype, activation.dtype)
         self.dtype = statistics_dtype(dtype)
         """Dtype of the moments and agreements."""
-        if pose.is_cpu:
+        if not kernels_read(dtype, pose.is_cpu):
             dtype = self.dtype
         self.fused = chosen_fused(backend, obstacle(pose, transform, dtype))
-        if not self.fused:  # the kernels for GPUs convert each number when they read it
+        if not self.fused:
             dtype = self.dtype
         self.routing_map = routing_map
         self.device = pose.device
