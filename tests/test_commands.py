@@ -262,3 +262,24 @@ def test_a_command_prints_a_warning_only_once(capsys):
         for text in ("one", "two", "one"):
             show(DataWarning(text), DataWarning)
     assert capsys.readouterr().err == 2 * "warning: one\nwarning: two\n"
+
+
+def test_an_error_names_the_option_or_setting_that_was_typed(refused, images, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ("train", "capsnet-mnist", "--data", images, "--out", "runs", "--dry-run")
+    for typed, said in (
+        (("--lr", 0), "error: --lr must be a finite number above 0; got 0.0"),
+        (("--set", "learning_rate=0"), "error: learning_rate must be a finite number above 0; got 0.0"),
+        (("--set", "learning_rate=1", "--lr", -1), "error: --lr must be"),
+        (("--set", "data.image_size=0"), "error: data.image_size must be"),
+        (("--set", "routing.iterations=0"), "these options: routing.iterations must be an integer from 1 to 1,000"),
+        (("--set", "model.image_size=3", "--set", "data.image_size=0"), "error: unknown setting 'model.image_size'"),
+        (("--workers", -1), "error: --workers must be an integer of at least 0; got -1"),
+    ):
+        assert said in refused(*words, *typed)
+    toys = ("train", "matrix-capsnet-toys", "--dry-run", "--set", "data.size=7", "--set", "model.size=small")
+    assert "error: size must be 96 or a divisor of 48; got 7" in refused(*toys)
+    (tmp_path / "logger").mkdir()
+    (tmp_path / "logger" / "mine.txt").touch()
+    said = refused("train", "capsnet-mnist", "--data", images, "--out", "logger")
+    assert said.startswith("error: logger contains files that do not belong to a run (mine.txt)")

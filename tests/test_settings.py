@@ -1,5 +1,6 @@
 """Settings of `torchcaps train --set`: which are applied, and which are refused."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -171,7 +172,7 @@ def test_settings_that_no_machine_can_run_are_refused(refused, images, tmp_path)
     assert "fused" in line
     smoothing = ("--set", "loss.label_smoothing=2")
     line = refused("train", "cnn-images", "--data", images, "--out", tmp_path / "run", *smoothing)
-    assert "loss cross_entropy cannot run with these options: label_smoothing must be in [0, 1]" in line
+    assert "loss cross_entropy cannot run with these options: loss.label_smoothing must be in [0, 1]" in line
     for recipe, setting, message in (
         ("capsnet-images", "loss.positive_margin=9", "positive_margin must be in (0, 1]; got 9"),
         ("capsnet-images", "loss.negative_margin=-1", "negative_margin must be in [0, 1); got -1"),
@@ -213,3 +214,15 @@ def test_training_is_refused_if_pytorch_creates_parameters_in_another_dtype():
             resolve_precision("auto")
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def test_settings_far_out_of_range_are_refused_with_their_own_range():
+    for setting, said in (
+        ({"contrast": "1e31"}, "contrast must be in [0, 1]; got 1e+31"),
+        ({"test_crops": "1" + 20 * "0"}, "test_crops must be an integer from 1 to 32"),
+        ({"mixup": "1e31"}, "mixup must be at most 1e+30; got 1e+31"),
+        ({"patience": "1" + 20 * "0"}, "patience must be at most 9,007,199,254,740,992; got 1"),
+    ):
+        with pytest.raises(BadInput, match=re.escape(said)):
+            create_recipe("capsnet-mnist", setting)
+    assert create_recipe("capsnet-mnist", {"gradient_clip": "1" + 17 * "0"}).gradient_clip == 1e17

@@ -60,7 +60,7 @@ def fgsm(
         >>> fgsm(lambda x: x.flatten(1), images, torch.tensor([0]), 0.25)
         tensor([[[[0.2500, 0.7500]]]])
     """
-    _check_epsilon(epsilon)
+    epsilon = _checked_epsilon(epsilon)
     step = epsilon * input_gradient(classifier, images, labels, loss).sign()
     return (images - step if targeted else images + step).clamp(0, 1)
 
@@ -98,7 +98,7 @@ def bim(
         >>> bim(lambda x: x.flatten(1), images, torch.tensor([0]), 0.25)
         tensor([[[[0.2500, 0.7500]]]])
     """
-    _check_epsilon(epsilon)
+    epsilon = _checked_epsilon(epsilon)
     check_sizes(steps=steps)
     attacked = images
     for _ in range(steps):
@@ -107,8 +107,9 @@ def bim(
     return attacked
 
 
-def _check_epsilon(epsilon: float) -> None:
+def _checked_epsilon(epsilon: float) -> float:
     check_number("epsilon", epsilon, "[0, 1]")
+    return float(epsilon)
 
 
 class GradientHealth(NamedTuple):

@@ -54,7 +54,7 @@ def described(value: Any) -> str:
         >>> described(torch.zeros(2, 3)), described("em"), described(Tensor), described(0.5)
         ('a float32 tensor [2, 3]', "str 'em'", 'the class Tensor', '0.5')
     """
-    if isinstance(value, Real) and not isinstance(value, bool):
+    if isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool):
         return str(value)
     if isinstance(value, Tensor | np.ndarray):
         dtype, kind = str(value.dtype).removeprefix("torch."), "tensor" if isinstance(value, Tensor) else "array"
@@ -131,7 +131,8 @@ def check_number(name: str, value: Any, interval: str, error: type[ValueError] =
     above = number and (value > low or (value == low and interval.startswith("[")))
     if not above or not (value < high or (value == high and interval.endswith("]"))):
         one_sided = f"a finite number {'of at least' if interval.startswith('[') else 'above'} {low:g}"
-        raise error(f"{name} must be {one_sided if high == math.inf else f'in {interval}'}; got {described(value)}")
+        shown = value.item() if isinstance(value, Tensor) and number and has_values(value) else described(value)
+        raise error(f"{name} must be {one_sided if high == math.inf else f'in {interval}'}; got {shown}")
 
 
 def check_padding(padding: Any, most: int | None = None) -> None:

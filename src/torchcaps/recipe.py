@@ -196,16 +196,16 @@ class Recipe:
         least_of = {"batch_size": 1, "epochs": 1, "decay_steps": 1, "patience": 0, "seed": 0, "early_epochs": 0}
         for key, least in least_of.items():
             check_integer(key, getattr(self, key), least, error=BadInput)
+            self._check_cap(key, LARGEST)
         for key in ("gradient_clip", "reconstruction_weight", "weight_decay", "warm_up_epochs", "mixup"):
             check_number(key, getattr(self, key), "[0, inf)", BadInput)
+            self._check_cap(key, 1e30)
         for key in ("learning_rate", "decay_rate"):
             check_number(key, getattr(self, key), "(0, inf)", BadInput)
+            self._check_cap(key, 1e30)
         if (images := self.batch_norm_images) < 0 or images == 1:
             raise BadInput(f"batch_norm_images must be 0 or an integer of at least 2; got {images}")
-        for key, value in vars(self).items():
-            most = LARGEST if isinstance(value, int) else 1e30
-            if isinstance(value, int | float) and value > most:
-                raise BadInput(f"{key} must be at most {most:,}; got {value}")
+        self._check_cap("batch_norm_images", LARGEST)
         check_integer("early_iterations", self.early_iterations, 1, MOST_ITERATIONS, BadInput)
         if self.early_epochs and self.early_epochs >= self.epochs:
             raise BadInput(f"early_epochs must be smaller than epochs={self.epochs}; got {self.early_epochs}")
@@ -233,6 +233,10 @@ class Recipe:
                 "reconstruction_weight is above 0, but standardise, brightness or contrast move pixels out of the "
                 "decoder's range [0, 1]: set reconstruction_weight=0, or standardise=none, brightness=0 and contrast=0"
             )
+
+    def _check_cap(self, key: str, most: int | float) -> None:
+        if (value := getattr(self, key)) > most:
+            raise BadInput(f"{key} must be at most {most:,}; got {value}")
 
     def plain(self) -> dict[str, Any]:
         """Return the settings as a dict of JSON values, in which tuples have become lists."""

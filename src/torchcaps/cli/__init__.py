@@ -123,7 +123,10 @@ def _complaint(error: Any) -> str:
     allowed = found["msg"].removeprefix("Input should be ").partition(",")[0]
     allowed = allowed.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
     allowed = allowed.replace("a valid integer", "an integer").replace("a valid number", "a number")
-    return f"{error.param.opts[0]} must be {allowed}; got {found['input']!r}"
+    given = found["input"]
+    if allowed.startswith(("at least", "at most")) and re.fullmatch(r"[+-]?\d+", str(given)):
+        allowed, given = f"an integer of {allowed}", int(given)
+    return f"{error.param.opts[0]} must be {allowed}; got {given!r}"
 
 
 def _refuse(message: str) -> int:

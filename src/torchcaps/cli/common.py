@@ -1,9 +1,11 @@
 """Options and helper functions that several commands use."""
 
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -107,20 +109,26 @@ def naming_options(**options: str) -> Callable[[Callable[..., None]], Callable[.
     """
 
     def decorated(command: Callable[..., None]) -> Callable[..., None]:
+        arguments = signature(command).parameters
+
         @wraps(command)
         def named(**given: Any) -> None:
             try:
                 command(**given)
             except BadInput as error:
-                keys = [text.partition("=")[0] for text in given.get("settings") or []]
-                typed = {key.rpartition(".")[2]: key for key in keys}
+                typed: dict[str, str] = {}
+                for text in given.get("settings") or []:
+                    key = text.partition("=")[0]
+                    name = key.rpartition(".")[2]
+                    typed[name] = key if typed.get(name, key) == key else name  # several settings can have one name
                 for name, option in options.items():
-                    if given.get(option.removeprefix("--").replace("-", "_")) is not None:
+                    argument = option.removeprefix("--").replace("-", "_")
+                    if given.get(argument) != arguments[argument].default:
                         typed[name] = option
-                name, _, problem = str(error).partition(" ")
-                if name not in typed:
+                found = re.search(r"(?:^|: )(\w+) (?=must be |is empty)", said := str(error))
+                if found is None or found[1] not in typed:
                     raise
-                raise BadInput(f"{typed[name]} {problem}") from error
+                raise BadInput(f"{said[: found.start(1)]}{typed[found[1]]}{said[found.end(1) :]}") from error
 
         return named
 

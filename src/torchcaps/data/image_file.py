@@ -227,7 +227,7 @@ def height_and_width(image_size: int | Sequence[int] | None) -> tuple[int, int] 
         example = f"[{written}]" if written.replace(",", "", 1).isdecimal() and "," in written else "[48,24]"
         raise BadInput(
             f"image_size must be an integer from 1 to {LONGEST_SIDE:,}, or height and width in brackets, such as "
-            f"image_size={example}; got {image_size!r}"
+            f"{example}; got {image_size!r}"
         )
     return sides[0], sides[1]
 

@@ -150,9 +150,7 @@ def _list_text(path: Path, image_column: str | None, label_column: str | None) -
     files = []
     for index, (row, line) in enumerate(zip(rows, numbers, strict=True)):
         if None in row or None in row.values():
-            raise BadInput(
-                f"line {line} of {path} has another number of columns than from the first line: correct the line"
-            )
+            raise BadInput(f"line {line} of {path} has another number of columns than the first line: correct the line")
         for column in (image_column, label_column):
             if not row[column].strip():
                 raise BadInput(

@@ -1,5 +1,6 @@
 """Gritzman 2019 (arXiv 1907.00652), figure 5: contribution of each correction to EM routing."""
 
+import re
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -48,7 +49,7 @@ def run(study: Study) -> Outcome:
                     chosen.append(study.trained(folder, recipe, splits, watch)[1]["test_accuracy_percent"])
                 except Diverged as error:
                     cause = error.__cause__ if isinstance(error.__cause__, Diverged) else error
-                    reason = cause.reason.partition(";")[0]
+                    reason = re.split(r"; | \(", cause.reason)[0]
                     broken.append(f"T = {iterations}, {name}, seed {seed} diverged: {reason}.")
                 every = [value for (value,) in study.epoch_metrics(folder, "test_accuracy_percent")]
                 curves.setdefault((iterations, name), every)
