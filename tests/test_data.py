@@ -333,7 +333,7 @@ def test_the_name_of_a_dataset_is_preferred_to_a_folder_of_the_same_name(tmp_pat
 @pytest.mark.usefixtures("untyped")
 def test_arrays_that_are_not_tensors_are_refused():
     pixels, labels = torch.zeros(2, 1, 4, 4, dtype=torch.uint8), torch.tensor([0, 1])
-    with refused("pixels must be a torch.Tensor; got an object of type ndarray"):
+    with refused("pixels must be a torch.Tensor; got a uint8 array [2, 1, 4, 4]"):
         Images(pixels.numpy(), labels, ("cat", "dog"))
     with refused("labels must be a torch.Tensor; got list [0, 1]"):
         Images(pixels, labels.tolist(), ("cat", "dog"))
