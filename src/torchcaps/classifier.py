@@ -80,7 +80,7 @@ def check_finite(scores: Tensor, model: nn.Module, cure: str = "train the networ
     if not torch.isfinite(scores).all():
         wrong = (name for name, weights in model.named_parameters() if not torch.isfinite(weights).all())
         raise Diverged(
-            f"the network returned scores that are not finite (first weights that are not finite: "
+            "the network returned scores that are not finite (first weights that are not finite: "
             f"{next(wrong, 'none')})",
             cure=cure,
         )

@@ -26,7 +26,7 @@ from torchcaps.environment import processes
 from torchcaps.errors import DataWarning
 from torchcaps.process_memory import peak_memory, release_free_memory, start_peak
 from torchcaps.recipe import Recipe, batch_starts
-from torchcaps.training_module import TrainingModule, trained_batch_norms
+from torchcaps.training_module import TrainingModule, images_for_batch_norms
 
 MOST_STEPS = 6
 """Largest number of steps whose time is measured, after a step to warm up."""
@@ -152,8 +152,7 @@ def estimate(
     step = statistics.median(seconds[1:] or seconds)
     starts = len(batch_starts(len(splits.train) // devices, recipe.batch_size // devices))
     epoch = starts * step + len(splits.validation) * per_image / devices
-    if trained_batch_norms(copy):
-        epoch += min(recipe.batch_norm_images, len(splits.train)) * per_image
+    epoch += images_for_batch_norms(copy, recipe, len(splits.train)) * per_image
     images = (len(splits.validation) + (len(splits.test) if test else 0)) * recipe.test_crops**2
     return Estimate(
         parameters=sum(one.numel() for one in module.model.parameters()),

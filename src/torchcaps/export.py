@@ -25,6 +25,7 @@ from torchcaps.data.files import atomically
 from torchcaps.decoder import has_optional_decoder
 from torchcaps.errors import BadInput, first_line
 from torchcaps.models.pretrained import model_name
+from torchcaps.routing import Rule
 
 Format = Literal["onnx", "pt2", "aoti"]
 FORMATS: tuple[str, ...] = get_args(Format)
@@ -207,8 +208,8 @@ def _random(count: int, shape: tuple[int, int, int]) -> UInt8[Tensor, "N C H W"]
 def _unfused(network: nn.Module) -> nn.Module:
     """Make every routing rule use the reference implementation."""
     for module in network.modules():
-        if hasattr(module, "backend"):
-            module.backend = "reference"  # type: ignore[assignment]
+        if isinstance(module, Rule):
+            module.backend = "reference"
     return network
 
 

@@ -45,7 +45,7 @@ from torchcaps.recipe import PRECISIONS, Recipe, batch_starts, resolve_precision
 from torchcaps.run_folder import begin_run, check_run, finished, locked, read_rows, read_run, write_run
 from torchcaps.run_writers import AtomicCheckpoints, EpochLog, RunCheckpoint
 from torchcaps.seen_images import warn_of_seen_images
-from torchcaps.training_module import TrainingModule, class_weights_of, trained_batch_norms
+from torchcaps.training_module import TrainingModule, class_weights_of, images_for_batch_norms
 
 FEWER_WORKERS = "use fewer --workers, and continue with --resume"
 """Cure in an error message if a worker process of a training ends."""
@@ -239,8 +239,8 @@ def _train(
 ) -> dict[str, Any]:
     """Train the model, unless it is `trained` already, evaluate it, and write the results."""
     splits = data.splits
-    averaged = min(recipe.batch_norm_images, len(splits.train)) if trained_batch_norms(module.model) else 0
-    log = EpochLog(folder / "metrics.csv", len(splits.train), on_epoch_end, len(splits.validation) + averaged)
+    between = len(splits.validation) + images_for_batch_norms(module.model, recipe, len(splits.train))
+    log = EpochLog(folder / "metrics.csv", len(splits.train), on_epoch_end, between)
     trainer = _trainer(recipe, folder, devices, log, "none" if trained else logger)  # it would log the test as step 0
     if trained:
         data.trainer, kept = trainer, best_epoch(folder, recipe)

@@ -316,6 +316,14 @@ def trained_batch_norms(model: nn.Module) -> list[_BatchNorm]:
     return [module for module in model.train().modules() if isinstance(module, _BatchNorm) and module.training]
 
 
+def images_for_batch_norms(model: nn.Module, recipe: Recipe, images: int) -> int:
+    """Return the number of training images with which `average_batch_norms` runs the model before each validation.
+
+    Sets the model to training mode.
+    """
+    return min(recipe.batch_norm_images, images) if trained_batch_norms(model) else 0
+
+
 @torch.no_grad()
 def average_batch_norms(model: nn.Module, scores: Callable[[Tensor], Any], batches: Iterable[Tensor]) -> None:
     """Replace the statistics of BatchNorm by their averages over batches: Ioffe & Szegedy 2015, algorithm 2.

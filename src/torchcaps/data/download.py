@@ -10,7 +10,7 @@ from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
-from torchcaps.data.files import CHUNK, checked, md5_of, present, uncompressed_md5
+from torchcaps.data.files import CHUNK, checked, md5_of, present, uncompressed_md5, unwritable
 from torchcaps.errors import BadInput
 
 TIMEOUT = 30
@@ -63,9 +63,7 @@ def download(
                 return
             reasons.append(f"{url}: {reason}")
     except OSError as error:
-        raise BadInput(
-            f"{path} cannot be written ({error}): use another folder with --data-dir (in Python, data_dir)"
-        ) from error
+        raise unwritable(path, error) from error
     raise BadInput(
         f"the download of {path.name} failed ({'; '.join(reasons)}): connect to the network and try again, or copy the"
         f" file to {path} yourself"

@@ -237,6 +237,22 @@ def expanded(path: str | Path) -> Path:
         return Path(path)
 
 
+def check_length(name: str, content: bytes | bytearray, promised: int) -> None:
+    """Check that a file has as many bytes as its header declares.
+
+    Raises:
+        BadInput: `content` is longer or shorter.
+    """
+    if len(content) != promised:
+        much = "more" if len(content) > promised else f"{len(content):,} bytes"
+        raise BadInput(f"{name} declares {promised:,} bytes, but the file has {much}: download it again")
+
+
+def unwritable(path: Path, error: OSError) -> BadInput:
+    """Return the error for a file or folder in the data folder that cannot be written."""
+    return BadInput(f"{path} cannot be written ({error}): use another folder with --data-dir (in Python, data_dir)")
+
+
 def _unreadable(path: Path, error: Exception) -> BadInput:
     cure = (
         "change its permissions so that you can read it"

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import UInt8
 
-from torchcaps.data.files import content_of
+from torchcaps.data.files import check_length, content_of
 from torchcaps.errors import BadInput
 
 DIMENSIONS = {0x00000801: 1, 0x00000803: 3}
@@ -37,9 +37,7 @@ def parse_idx(content: bytes | bytearray, name: str) -> UInt8[np.ndarray, "..."]
     sizes = _sizes(content, name)
     start = 4 + 4 * len(sizes)
     promised = start + math.prod(sizes)
-    if len(content) != promised:
-        much = "more" if len(content) > promised else f"{len(content):,} bytes"
-        raise BadInput(f"{name} declares {promised:,} bytes, but the file has {much}: download it again")
+    check_length(name, content, promised)
     return np.frombuffer(content, dtype=np.uint8, offset=start).reshape(sizes).copy()
 
 

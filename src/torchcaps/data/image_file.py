@@ -109,6 +109,16 @@ def file_bytes(path: Path) -> bytes:
         raise BadInput(f"{path} does not fit into the free memory: replace or remove it") from error
 
 
+def check_colour(channels: int | None) -> None:
+    """Check that the number of channels to which images are converted is 1, 3 or None.
+
+    Raises:
+        BadInput: `channels` is another value.
+    """
+    if channels not in (None, 1, 3):
+        raise BadInput(f"channels must be 1 (grey) or 3 (red, green, blue); got {channels!r}")
+
+
 def decode(
     content: bytes, name: Path | str, channels: int | None, size: tuple[int, int] | None
 ) -> tuple[UInt8[Tensor, "C H W"], Facts]:
@@ -122,8 +132,7 @@ def decode(
     Returns:
         The pixels and the `Facts` of the file.
     """
-    if channels not in (None, 1, 3):
-        raise BadInput(f"channels must be 1 (grey) or 3 (red, green, blue); got {channels!r}")
+    check_colour(channels)
     with _opened(content, name) as file:
         from PIL import Image, ImageOps
 

@@ -15,7 +15,7 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from torchcaps.checks import check_number
-from torchcaps.data.image_file import Facts, decode, header, height_and_width
+from torchcaps.data.image_file import Facts, check_colour, decode, header, height_and_width
 from torchcaps.data.image_files import ImageFiles, Source, tracked
 from torchcaps.data.images import Images, ImagesOnDisk, Splits, cut_indices
 from torchcaps.errors import BadInput, DataWarning, printable
@@ -125,8 +125,7 @@ def read_list(
             fit into memory.
     """
     size = height_and_width(image_size)
-    if channels not in (None, 1, 3):
-        raise BadInput(f"channels must be 1 (grey) or 3 (red, green, blue); got {channels!r}")
+    check_colour(channels)
     remarks = list(images.remarks)
     if cache == "auto":
         needed, free = _decoded_bytes(images.source, channels, size) * processes, free_memory()

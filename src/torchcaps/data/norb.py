@@ -19,7 +19,7 @@ from torch import Tensor
 
 from torchcaps.checks import described
 from torchcaps.data.download import complete
-from torchcaps.data.files import content_of, present, verified
+from torchcaps.data.files import check_length, content_of, present, verified
 from torchcaps.data.images import Images
 from torchcaps.errors import BadInput
 
@@ -83,9 +83,7 @@ def parse_norb(content: bytes | bytearray, name: str) -> Shaped[np.ndarray, "...
     """
     kind, sizes, start = _header(content, name)
     promised = start + math.prod(sizes) * kind.itemsize
-    if len(content) != promised:
-        much = "more" if len(content) > promised else f"{len(content):,} bytes"
-        raise BadInput(f"{name} declares {promised:,} bytes, but the file has {much}: download it again")
+    check_length(name, content, promised)
     return np.frombuffer(content, dtype=kind, offset=start).reshape(sizes).astype(kind.newbyteorder("="), copy=True)
 
 

@@ -20,7 +20,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from torchcaps.checks import check_integer
-from torchcaps.data.files import atomically, verified, write_json
+from torchcaps.data.files import atomically, unwritable, verified, write_json
 from torchcaps.data.image_files import tracked
 from torchcaps.data.images import Images
 from torchcaps.data.norb import CATEGORIES, KINDS, as_images, load_norb_files, norb_bytes, norb_file
@@ -93,9 +93,7 @@ def render_toys(data_dir: Path, *, size: int = 48, seed: int = 0, progress: bool
                     stream.write(content)
         write_json(folder / SUMS.format(size), sums)
     except OSError as error:
-        raise BadInput(
-            f"{folder} cannot be written ({error}): use another folder with --data-dir (in Python, data_dir)"
-        ) from error
+        raise unwritable(folder, error) from error
     return folder
 
 

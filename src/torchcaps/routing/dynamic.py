@@ -9,8 +9,8 @@ from torch import Tensor
 from torchcaps.capsules import Capsules, SquashForm, squash, squashed
 from torchcaps.checks import check_choice, check_iterations
 from torchcaps.kernels import BACKENDS, Backend
-from torchcaps.routing.rule import Rule, passes_of
-from torchcaps.routing.votes import COMPETITIONS, Agreement, Competition, Votes, in_dtype, without_autocast
+from torchcaps.routing.rule import Rule, capsules_in_dtype, passes_of
+from torchcaps.routing.votes import COMPETITIONS, Agreement, Competition, Votes, without_autocast
 from torchcaps.routing_map import RoutingMap
 
 Logits = Literal["cumulative", "latest"]
@@ -119,9 +119,7 @@ def dynamic_routing(
     passes = 1 if gradient_passes == "last" else iterations
     votes = Votes(pose, None, transform, routing_map, competition, leaky, passes, backend)
     with without_autocast(pose.device):
-        parents = _parents(votes, options)
-        dtype = torch.promote_types(pose.dtype, transform.dtype)
-        parents = Capsules(in_dtype(parents.pose, dtype), in_dtype(parents.activation, dtype))
+        parents = capsules_in_dtype(_parents(votes, options), torch.promote_types(pose.dtype, transform.dtype))
         return (parents, votes.last_couplings()) if return_couplings else parents
 
 
@@ -217,9 +215,6 @@ class DynamicRouting(Rule):
         competition: Competition = "parents",
     ) -> None:
         super().__init__()
-        _check(_Options(iterations, logits, squash_form, inner_squash_form, gradient_passes))
-        check_choice("competition", competition, COMPETITIONS)
-        check_choice("backend", backend, BACKENDS)
         self.iterations = iterations
         self.logits: Logits = logits
         self.squash_form: SquashForm = squash_form
@@ -228,6 +223,9 @@ class DynamicRouting(Rule):
         self.leaky = leaky
         self.competition = competition
         self.backend = backend
+        _check(self._options)
+        check_choice("competition", competition, COMPETITIONS)
+        check_choice("backend", backend, BACKENDS)
 
     @property
     def none_of_the_above(self) -> bool:  # type: ignore[override]

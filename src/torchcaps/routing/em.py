@@ -20,7 +20,7 @@ from torchcaps.checks import (
 from torchcaps.kernels import BACKENDS, Backend
 from torchcaps.kernels.gaussian import log_volume
 from torchcaps.routing.agreement import COMPETITIONS
-from torchcaps.routing.rule import LayerShape, Rule
+from torchcaps.routing.rule import LayerShape, Rule, capsules_in_dtype
 from torchcaps.routing.votes import Agreement, Competition, Votes, check_activation, in_dtype, without_autocast
 from torchcaps.routing_map import RoutingMap
 
@@ -190,8 +190,7 @@ def em_routing(
     dtype = torch.promote_types(torch.promote_types(pose.dtype, activation.dtype), transform.dtype)
     with without_autocast(pose.device):
         passes: list[EMPass] | None = [] if return_passes else None
-        parents = _parents(votes, beta_u, beta_a, options, passes)
-        parents = Capsules(in_dtype(parents.pose, dtype), in_dtype(parents.activation, dtype))
+        parents = capsules_in_dtype(_parents(votes, beta_u, beta_a, options, passes), dtype)
     return parents if passes is None else (parents, passes)
 
 

@@ -174,11 +174,16 @@ class Rule(nn.Module):
                     f"{type(self).__name__}.route must return Capsules(pose, activation) with pose [B, P, J, R, N] and "
                     f"activation [B, P, J]; got {found}"
                 )
-            parents = Capsules(in_dtype(parents.pose, dtype), in_dtype(parents.activation, dtype))
+            parents = capsules_in_dtype(parents, dtype)
             return (parents, votes.last_couplings()) if return_couplings else parents
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in stored_options(self).items())
+
+
+def capsules_in_dtype(capsules: Capsules, dtype: torch.dtype) -> Capsules:
+    """Convert poses and activations to a dtype."""
+    return Capsules(in_dtype(capsules.pose, dtype), in_dtype(capsules.activation, dtype))
 
 
 def stored_options(rule: Rule) -> dict[str, Any]:
