@@ -8,6 +8,7 @@ import torch
 
 from conftest import SMALL_CAPSNET
 from torchcaps import ROUTINGS, BadInput, Routing, UniformRouting, create_model
+from torchcaps.environment import environment
 from torchcaps.recipe import resolve_precision
 from torchcaps.recipes import create_recipe, discarded_options
 
@@ -226,3 +227,14 @@ def test_settings_far_out_of_range_are_refused_with_their_own_range():
         with pytest.raises(BadInput, match=re.escape(said)):
             create_recipe("capsnet-mnist", setting)
     assert create_recipe("capsnet-mnist", {"gradient_clip": "1" + 17 * "0"}).gradient_clip == 1e17
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU decides")
+@pytest.mark.parametrize("amx", [False, True])
+@pytest.mark.parametrize("avx512_bf16", [False, True])
+def test_auto_precision_is_bf16_where_the_processor_computes_faster_in_bf16(monkeypatch, amx, avx512_bf16):
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: avx512_bf16)
+    faster = amx or (avx512_bf16 and "Intel" not in environment()["processor"])
+    assert resolve_precision("auto") == ("bf16" if faster else "float32")
+    assert resolve_precision("bf16") == "bf16"

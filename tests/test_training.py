@@ -27,7 +27,6 @@ from torchcaps.checkpoints import read_checkpoint
 from torchcaps.data import Images, Preprocessing, Splits, load_splits
 from torchcaps.evaluation import evaluate
 from torchcaps.pictures import save_worst
-from torchcaps.recipe import resolve_precision
 from torchcaps.recipes import create_recipe
 from torchcaps.run_folder import read_rows, read_run
 from torchcaps.run_writers import AtomicCheckpoints
@@ -349,11 +348,6 @@ def test_matrix_capsules_train_evaluate_and_predict_on_cropped_colour_images(cal
     assert "crop must be at most 20, the shorter side of the images; got 21" in refused(
         *words, "--out", tmp_path / "other", "--set", "crop=21"
     )
-
-
-def test_auto_precision_is_bf16_or_float32():
-    assert resolve_precision("auto") in ("bf16", "float32")
-    assert resolve_precision("bf16") == "bf16"
 
 
 @pytest.mark.parametrize(("schedule", "rates"), [("cosine", [1, 0.5, 0]), ("exponential", [1, 0.5, 0.25])])

@@ -70,8 +70,8 @@ def evaluate(
         preprocessing: conversion of the images to the model's input. By default, the input is the whole image with
             pixels in [0, 1].
         batch_size: images per batch. The result does not depend on it, except for rounding errors.
-        precision: ``bf16``, ``float32`` or ``auto``. ``auto`` uses bf16 if the hardware supports bf16 natively, else
-            float32.
+        precision: ``bf16``, ``float32`` or ``auto``. ``auto`` uses bf16 if bf16 is faster than float32 on the
+            hardware, else float32.
         loss: name of the loss of the training, for the calibration error (see `torchcaps.scores.probabilities`).
 
     Raises:

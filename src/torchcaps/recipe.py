@@ -11,6 +11,7 @@ import torch
 from torchcaps.checks import MOST_ITERATIONS, check_choice, check_integer, check_number
 from torchcaps.data import Preprocessing
 from torchcaps.data.preprocessing import Standardise
+from torchcaps.environment import processor
 from torchcaps.errors import BadInput
 from torchcaps.losses import LOSSES, NOT_SETTINGS
 from torchcaps.options import check_kind, check_options, kinds_of, plain_options
@@ -121,9 +122,9 @@ class Recipe:
         choose: epoch whose weights are kept: ``best`` (the one with the best validation accuracy; of several, the one
             with the lowest validation loss) or ``last``.
         seed: random seed of the validation split, the initial weights, the image order and the augmentation.
-        precision: precision of the training: ``bf16``, ``float32`` or ``auto``. ``auto`` uses bf16 if the hardware
-            supports bf16 natively, else float32. On NVIDIA GPUs, PyTorch's default for float32 convolutions is TF32,
-            which rounds their inputs to about three decimal digits.
+        precision: precision of the training: ``bf16``, ``float32`` or ``auto``. ``auto`` uses bf16 if bf16 is faster
+            than float32 on the hardware, else float32. On NVIDIA GPUs, PyTorch's default for float32 convolutions is
+            TF32, which rounds their inputs to about three decimal digits.
         compile: whether to compile the network with `torch.compile` for the training steps. Validation and test do not
             use the compiled network. On a GPU, the network is recorded as CUDA graphs. See
             `torchcaps.compilation.check_compiled`.
@@ -282,7 +283,10 @@ def batch_starts(images: int, batch_size: int) -> range:
 
 
 def resolve_precision(precision: str) -> str:
-    """Resolve ``auto`` to bf16 if the hardware supports bf16 natively, else to float32. Check the default dtype.
+    """Resolve ``auto`` to bf16 if the hardware is faster in bf16, else to float32. Check the default dtype.
+
+    bf16 is faster on NVIDIA GPUs with native bf16, on CPUs with AMX, and on AMD CPUs with AVX512-BF16. On Intel CPUs
+    with AVX512-BF16 but without AMX, convolutions are slower in bf16 than in float32.
 
     Arguments:
         precision: auto, bf16 or float32. Both bf16 and float32 are returned unchanged.
@@ -299,7 +303,8 @@ def resolve_precision(precision: str) -> str:
         check_choice("precision", precision, ("auto", *PRECISIONS), BadInput)
         return precision
     if torch.cuda.is_available():
-        native = torch.cuda.is_bf16_supported(including_emulation=False)
+        faster = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
-        native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return "bf16" if native else "float32"
+        avx512_bf16 = torch.cpu._is_avx512_bf16_supported() and "Intel" not in processor()
+        faster = avx512_bf16 or torch.cpu._is_amx_tile_supported()
+    return "bf16" if faster else "float32"
