@@ -315,6 +315,8 @@ def test_a_parent_of_inactive_children_has_mean_zero(backend):
         {"mean_damping": 1.0},
         {"tempering": 0.0},
         {"tempering": 1.5},
+        {"initial_beta_a": float("nan")},
+        {"initial_beta_a": float("-inf")},
     ],
 )
 @pytest.mark.usefixtures("untyped")

@@ -95,6 +95,10 @@ def test_the_order_of_settings_does_not_matter_and_another_loss_starts_with_its_
             "brightness is 0.5, which has no effect with standardise=last",
         ),
         ({"decay_rate": "1", "decay_steps": "50"}, "no effect with decay_rate=1: leave it out, or set decay_rate"),
+        (
+            {"data": "toys", "validation_attribute": "instance", "validation_fraction": "0.2"},
+            "validation_fraction is 0.2, which has no effect with validation_attribute=instance: leave it out, or set",
+        ),
         ({"early_iterations": "2"}, "no effect with early_epochs=0: leave it out, or set early_epochs to at least 1"),
         ({"model.decoder": "false", "reconstruction_weight": "0.1"}, "because model capsnet has no decoder"),
         ({"model": "matrix-capsnet", "reconstruction_weight": "0.1"}, "because model matrix-capsnet has no decoder"),

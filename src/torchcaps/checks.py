@@ -1,7 +1,7 @@
 """Checks of arguments. Every error message names the argument, the value that was given and the cure.
 
 Ranges have one form: "an integer from 1 to 1,000", "an integer of at least 1", "in [0, 1)", "a finite number of at
-least 0", "a finite number above 0".
+least 0", "a finite number above 0", "a finite number".
 """
 
 import math
@@ -114,7 +114,7 @@ def check_number(name: str, value: Any, interval: str, error: type[ValueError] =
     Arguments:
         name: name of the argument in the error message.
         value: the number.
-        interval: the interval, such as ``[0, 1)``, which does not contain 1, or ``(0, inf)``.
+        interval: the interval, such as ``[0, 1)``, which does not contain 1, ``(0, inf)`` or ``(-inf, inf)``.
         error: class of the error.
 
     Raises:
@@ -130,7 +130,9 @@ def check_number(name: str, value: Any, interval: str, error: type[ValueError] =
     number = isinstance(value, Real) or (isinstance(value, Tensor) and value.ndim == 0)
     above = number and (value > low or (value == low and interval.startswith("[")))
     if not above or not (value < high or (value == high and interval.endswith("]"))):
-        one_sided = f"a finite number {'of at least' if interval.startswith('[') else 'above'} {low:g}"
+        one_sided = "a finite number"
+        if low > -math.inf:
+            one_sided += f" {'of at least' if interval.startswith('[') else 'above'} {low:g}"
         shown = value.item() if isinstance(value, Tensor) and number and has_values(value) else described(value)
         raise error(f"{name} must be {one_sided if high == math.inf else f'in {interval}'}; got {shown}")
 

@@ -113,7 +113,7 @@ class Recipe:
             training that stopped early is resumed with more epochs, the count of epochs without improvement starts at 0
             again.
         validation_fraction: share of the training data that is held out for validation, in (0, 0.5]. It has no effect
-            if the data has a validation split.
+            if the data has a validation split, or if ``validation_attribute`` is given.
         validation_attribute: attribute that decides which images are held out for validation. For example, the
             attribute ``instance`` of smallNORB is the number of a toy in its class. If empty, images are held out at
             random. Otherwise the seed chooses one value of the attribute per class, and all images of the class with

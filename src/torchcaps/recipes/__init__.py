@@ -221,6 +221,7 @@ def _without_effect(recipe: Recipe) -> dict[str, tuple[str, str]]:
     decoder = "decoder" in kinds_of(model) and inspect.signature(model).parameters["decoder"].default
     no_decoder = recipe.reconstruction_weight and not recipe.model_options.get("decoder", decoder)
     schedule, rate, early = recipe.schedule, recipe.decay_rate, recipe.early_epochs
+    attribute = recipe.validation_attribute
     undone = recipe.standardise == "last" and not (recipe.rotation or recipe.squeeze or recipe.elastic or recipe.erase)
     found: dict[str, tuple[str, str]] = {}
     for key, without_effect, reason, cure in (
@@ -229,6 +230,7 @@ def _without_effect(recipe: Recipe) -> dict[str, tuple[str, str]]:
         ("decay_steps", rate == 1, "with decay_rate=1", "set decay_rate below 1"),
         ("brightness", undone and recipe.brightness, "with standardise=last", "set standardise=first"),
         ("contrast", undone and recipe.contrast, "with standardise=last", "set standardise=first"),
+        ("validation_fraction", bool(attribute), f"with validation_attribute={attribute}", "set validation_attribute="),
         ("early_iterations", not early, "with early_epochs=0", "set early_epochs to at least 1"),
         ("reconstruction_weight", no_decoder, f"because model {recipe.model} has no decoder", "set it to 0"),
     ):

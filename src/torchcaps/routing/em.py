@@ -352,6 +352,7 @@ class EMRouting(Rule):
         self.mean_damping = mean_damping
         self.tempering = tempering
         self.backend = backend
+        check_number("initial_beta_a", initial_beta_a, "(-inf, inf)")
         self.initial_beta_a = float(initial_beta_a)
         _check(self._options)
         check_sizes(parent_types=parent_types)
