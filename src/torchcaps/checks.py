@@ -40,6 +40,7 @@ def has_values(tensor: Tensor) -> bool:
     """
     return (
         not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()
         and type(tensor) is Tensor
         and not tensor.is_meta
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
@@ -83,6 +84,32 @@ def check_device(name: str, tensor: Tensor, device: torch.device) -> None:
     """
     if tensor.device != device:
         raise ValueError(f"{name} is on {tensor.device} and pose on {device}: move both to one device with .to(device)")
+
+
+def check_activation(activation: Tensor, pose: Tensor) -> None:
+    """Check that the activation is a floating-point tensor ``[B, S, C]`` on the device of the pose."""
+    if not isinstance(activation, Tensor) or activation.shape != pose.shape[:3]:
+        raise ValueError(
+            f"activation must be [B, S, C] = {list(pose.shape[:3])} to fit pose; got {described(activation)}"
+        )
+    check_floating("activation", activation)
+    check_device("activation", activation, pose.device)
+
+
+def check_not_negative(name: str, tensor: Tensor) -> None:
+    """Check that no value of a tensor on a CPU is negative.
+
+    On other devices the values are not checked, because reading them would wait for all previous operations.
+
+    Raises:
+        ValueError: a value is negative.
+    """
+    if tensor.is_cpu and has_values(tensor) and tensor.numel():
+        least = tensor.detach().amin().item()
+        if least < 0:
+            raise ValueError(
+                f"{name} must be at least 0; the smallest value is {least:g}: convert logits with torch.sigmoid({name})"
+            )
 
 
 def check_sizes(**sizes: Any) -> None:

@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from torchcaps.capsules import Capsules, check_capsules
 from torchcaps.checks import (
+    check_activation,
     check_choice,
     check_device,
     check_floating,
@@ -21,7 +22,7 @@ from torchcaps.kernels import BACKENDS, Backend
 from torchcaps.kernels.gaussian import log_volume
 from torchcaps.routing.agreement import COMPETITIONS
 from torchcaps.routing.rule import LayerShape, Rule, capsules_in_dtype
-from torchcaps.routing.votes import Agreement, Competition, Votes, check_activation, in_dtype, without_autocast
+from torchcaps.routing.votes import Agreement, Competition, Votes, in_dtype, without_autocast
 from torchcaps.routing_map import RoutingMap
 
 TemperatureSchedule = Literal["rising", "constant"]

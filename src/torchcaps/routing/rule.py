@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from torchcaps.capsules import Capsules, check_capsules
-from torchcaps.checks import described
+from torchcaps.checks import check_activation, described
 from torchcaps.errors import BadInput
 from torchcaps.kernels import Backend
 from torchcaps.kernels.memory import statistics_dtype
 from torchcaps.routing.agreement import Competition
-from torchcaps.routing.votes import Votes, check_activation, in_dtype, without_autocast
+from torchcaps.routing.votes import Votes, in_dtype, without_autocast
 from torchcaps.routing_map import RoutingMap, check_children
 
 

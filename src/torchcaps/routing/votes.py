@@ -10,7 +10,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from torchcaps.checks import check_choice, check_device, check_floating, check_sizes, described
+from torchcaps.checks import (
+    check_activation,
+    check_choice,
+    check_device,
+    check_floating,
+    check_not_negative,
+    check_sizes,
+    described,
+)
 from torchcaps.kernels import Backend, chosen_fused, kernels_read, obstacle
 from torchcaps.kernels import autograd as fused
 from torchcaps.kernels.gaussian import half_precision, log_volume
@@ -86,16 +94,6 @@ def _check_variance(agreement: Agreement) -> None:
         )
 
 
-def check_activation(activation: Tensor, pose: Tensor) -> None:
-    """Check that the activation is a floating-point tensor ``[B, S, C]`` on the device of the pose."""
-    if not isinstance(activation, Tensor) or activation.shape != pose.shape[:3]:
-        raise ValueError(
-            f"activation must be [B, S, C] = {list(pose.shape[:3])} to fit pose; got {described(activation)}"
-        )
-    check_floating("activation", activation)
-    check_device("activation", activation, pose.device)
-
-
 class UnknownCouplings(ValueError):
     """The couplings of a rule are requested, but the rule has not called `Votes.moments`."""
 
@@ -150,6 +148,7 @@ class Votes:
         dtype = torch.promote_types(pose.dtype, transform.dtype)
         if activation is not None:
             check_activation(activation, pose)
+            check_not_negative("activation", activation)
             dtype = torch.promote_types(dtype, activation.dtype)
         self.dtype = statistics_dtype(dtype)
         """Dtype of the moments and agreements."""
