@@ -13,7 +13,7 @@ from problems import full_problem
 from torchcaps import RoutingMap
 from torchcaps.kernels import moments as operators
 from torchcaps.kernels.record import Record
-from torchcaps.routing.votes import Agreement, Gaussians, Moments, kernel_arguments
+from torchcaps.routing.votes import Agreement, Gaussians, Means, Moments, kernel_arguments
 
 MAPS = {
     "dense": RoutingMap.dense(3),
@@ -88,7 +88,7 @@ class Fused:
 
     def moments(self, agreement=None, *, variance=True, constant_couplings=False):
         mass, mean, second, *_ = self.run(agreement, variance, constant_couplings, None)
-        return Moments(mass, mean, second if variance else None)
+        return Moments(mass, mean, second) if variance else Means(mass, mean)
 
     def gaussians(self, agreement=None, *, floor):
         mass, mean, variance, _, _, _, log_volume = self.run(agreement, True, False, floor)

@@ -107,13 +107,14 @@ def test_tensors_that_em_routing_does_not_accept_are_refused(change, message, ba
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", ["generative", "self_routing", "variational_bayes"])
+@pytest.mark.parametrize("name", ["em", "generative", "self_routing", "variational_bayes"])
 def test_an_activation_that_does_not_fit_the_pose_is_refused_by_every_rule_that_weighs_it(name, backend):
     rule = rule_of(name, backend)
     for activation, message in (
         (right()["activation"][:, :, :1], r"activation must be \[B, S, C\] = \[2, 4, 3\] to fit pose"),
         (None, r"activation must be \[B, S, C\] = \[2, 4, 3\] to fit pose; got NoneType"),
         (torch.ones(2, 4, 3).int(), "activation must have a floating-point dtype; got an int32"),
+        (1.5 - torch.arange(24.0).view(2, 4, 3), "activation must be at least 0; the smallest value is -21.5: convert"),
         (torch.ones(2, 4, 3, dtype=torch.complex64), "activation must have a floating-point dtype; got a complex64"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         EMRouting,
         Gaussians,
         GenerativeRouting,
+        Means,
         Moments,
         Routing,
         Rule,
@@ -70,9 +71,9 @@ _MODULES = {
     ),
     "primary": ("PoseNorm", "PrimaryCaps"),
     "routing": (
-        *("ROUTINGS", "Agreement", "AttentionRouting", "DynamicRouting", "EMPass", "EMRouting", "Moments", "Rule"),
+        *("ROUTINGS", "Agreement", "AttentionRouting", "DynamicRouting", "EMPass", "EMRouting", "Means", "Rule"),
         *("Gaussians", "GenerativeRouting", "SelfAttentionRouting", "SelfRouting", "VariationalBayesRouting"),
-        *("Routing", "UniformRouting", "Votes", "dynamic_routing", "em_routing"),
+        *("Moments", "Routing", "UniformRouting", "Votes", "dynamic_routing", "em_routing"),
     ),
     "routing_map": ("RoutingMap",),
 }
@@ -108,6 +109,7 @@ __all__ = [
     "Inspection",
     "MatrixBaselineCNN",
     "MatrixCapsNet",
+    "Means",
     "Moments",
     "PooledCNN",
     "PooledCapsNet",
@@ -141,14 +143,16 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Import each public name on first use, so that the command line starts without loading torch."""
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module 'torchcaps' has no attribute {name!r}")
-    value = getattr(import_module(f"torchcaps.{_MODULE_OF[name]}"), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # otherwise type checkers would accept every misspelled name
+
+    def __getattr__(name: str) -> Any:
+        """Import each public name on first use, so that the command line starts without loading torch."""
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module 'torchcaps' has no attribute {name!r}")
+        value = getattr(import_module(f"torchcaps.{_MODULE_OF[name]}"), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:
-    return sorted(globals().keys() | set(__all__))
+    return sorted((globals().keys() | set(__all__)) - {"TYPE_CHECKING", "Any", "import_module"})

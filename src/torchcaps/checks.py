@@ -5,7 +5,7 @@ least 0", "a finite number above 0", "a finite number".
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -214,7 +214,7 @@ def check_iterations(iterations: Any) -> None:
     check_integer("iterations", iterations, 1, MOST_ITERATIONS)
 
 
-def check_choice(name: str, value: Any, allowed: Sequence[Any], error: type[ValueError] = ValueError) -> None:
+def check_choice(name: str, value: Any, allowed: Collection[Any], error: type[ValueError] = ValueError) -> None:
     """Check that an option has one of the allowed values.
 
     Raises:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from io import IOBase
 from pathlib import Path
 from threading import RLock, get_ident
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +21,8 @@ from torchcaps.errors import BadInput, Diverged
 from torchcaps.models import MODELS
 from torchcaps.models.pretrained import CONFIG, Pretrained, local_folder, read_config
 from torchcaps.options import absent, check_kind, check_options, kinds_of
+
+OwnClassifier = TypeVar("OwnClassifier", bound="Classifier")
 
 _USES: dict[nn.Module, list["_Use"]] = {}
 """For each model inside `evaluating`, its uses in the order in which they began."""
@@ -180,8 +182,13 @@ class Classifier:
 
     @classmethod
     def from_pretrained(
-        cls, source: str | Path, *, revision: str | None = None, token: str | None = None, **changes: Any
-    ) -> "Classifier":
+        cls: type[OwnClassifier],
+        source: str | Path,
+        *,
+        revision: str | None = None,
+        token: str | None = None,
+        **changes: Any,
+    ) -> OwnClassifier:
         """Load a saved classifier in evaluation mode.
 
         Arguments:
@@ -220,7 +227,7 @@ class Classifier:
             shape = preprocessing.image_shape(tuple(saved["shape"]))
         except BadInput as error:
             raise BadInput(f"{path} is damaged ({error}): save the classifier again") from error
-        model = MODELS[config.model].from_pretrained(folder, **changes)  # type: ignore[attr-defined]
+        model = MODELS[config.model].from_pretrained(folder, **changes)
         classes, options = len(saved["class_names"]), model.options
         if shape != tuple(options.get("image_shape", shape)) or classes != options.get("num_classes", classes):
             raise BadInput(

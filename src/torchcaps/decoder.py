@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence, Sized
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
 from torchcaps.capsules import Capsules, Prediction, one_hot
@@ -37,7 +38,7 @@ class Decoder(nn.Module):
         self,
         num_classes: int,
         pose_size: int,
-        image_shape: tuple[int, int, int],
+        image_shape: Sequence[int],
         hidden_sizes: Sequence[int] = (512, 1024),
     ) -> None:
         super().__init__()
@@ -46,14 +47,14 @@ class Decoder(nn.Module):
             check_channels("hidden_sizes", hidden_sizes)
         self.num_classes, self.pose_size = num_classes, pose_size
         check_shape("image_shape", image_shape, "channels, height, width")
-        self.image_shape = tuple(map(int, image_shape))
-        pixels = image_shape[0] * image_shape[1] * image_shape[2]
+        channels, height, width = map(int, image_shape)
+        self.image_shape = channels, height, width
         sizes = [num_classes * pose_size, *hidden_sizes]
         hidden = [module for pair in pairwise(sizes) for module in (nn.Linear(*pair), nn.ReLU())]
-        self.layers = nn.Sequential(*hidden, nn.Linear(sizes[-1], pixels), nn.Sigmoid())
+        self.layers = nn.Sequential(*hidden, nn.Linear(sizes[-1], channels * height * width), nn.Sigmoid())
 
     def forward(
-        self, pose: Float[Tensor, "B 1 J R N"], labels: Int64[Tensor, "B"]
+        self, pose: Float[Tensor, "B 1 J R N"], labels: Integer[Tensor, "B"]
     ) -> Float[Tensor, "B channels height width"]:
         """Reconstruct images ``[B, channels, height, width]`` in [0, 1], each from the capsule of one class.
 
@@ -77,6 +78,9 @@ class Decoder(nn.Module):
         dtype = weight.dtype if isinstance(weight, Tensor) else torch.float32
         return self.layers(visible.flatten(1).to(dtype)).unflatten(1, self.image_shape)
 
+    if TYPE_CHECKING:
+        __call__ = forward
+
 
 def has_optional_decoder(model: nn.Module) -> bool:
     """Return whether a network has a decoder that it would not have with the option ``decoder=False``."""
@@ -85,7 +89,7 @@ def has_optional_decoder(model: nn.Module) -> bool:
 
 
 def prediction_of(
-    capsules: Capsules, decoder: Decoder | None = None, labels: Int64[Tensor, "B"] | None = None
+    capsules: Capsules, decoder: Decoder | None = None, labels: Integer[Tensor, "B"] | None = None
 ) -> Prediction:
     """Create a prediction from class capsules. The scores are the activations of the capsules.
 

@@ -23,7 +23,7 @@ from torchcaps.data import Images, Preprocessing
 from torchcaps.devices import SMALLER_BATCHES, clear_memory_errors
 from torchcaps.environment import under_torchrun
 from torchcaps.errors import BadInput, first_line
-from torchcaps.recipe import PRECISIONS, Recipe, resolve_precision
+from torchcaps.recipe import PRECISIONS, Precision, Recipe, resolve_precision
 from torchcaps.scores import top_5_percent
 from torchcaps.training_module import TrainingModule
 
@@ -57,7 +57,7 @@ def evaluate(
     preprocessing: Preprocessing | None = None,
     *,
     batch_size: int = 128,
-    precision: str = "auto",
+    precision: Precision = "auto",
     loss: str = "",
 ) -> Evaluation:
     """Compute the accuracy and the confusion matrix of a model on a split, using one device.

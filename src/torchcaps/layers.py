@@ -1,8 +1,8 @@
 """Capsule layers made of a routing map, transforms and a routing rule."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from jaxtyping import Float
@@ -15,13 +15,15 @@ from torchcaps.routing_map import Constant, RoutingMap
 
 
 class TransformModule(nn.Module):
-    """Base class of layers with transforms. It makes ``model.to(memory_format=torch.channels_last)`` possible.
+    """Base class of layers with transforms and a routing rule.
 
-    Without this class, PyTorch would try to convert the transforms too, and fail: channels_last exists for four
-    dimensions only, and transforms have five. This class leaves the memory layout of the transforms unchanged.
+    It makes ``model.to(memory_format=torch.channels_last)`` possible. Without this class, PyTorch would try to convert
+    the transforms too, and fail: channels_last exists for four dimensions only, and transforms have five. This class
+    leaves the memory layout of the transforms unchanged.
     """
 
     transform: Tensor
+    routing: Rule
     _draw: Callable[[Tensor], object] | None = None
 
     def initialise(self, draw: Callable[[Tensor], object]) -> None:
@@ -42,6 +44,33 @@ class TransformModule(nn.Module):
             )
         with torch.no_grad():
             self._draw(self.transform)
+
+    @overload
+    def forward(self, children: Capsules, return_couplings: Literal[False] = False, **options: Any) -> Capsules: ...
+    @overload
+    def forward(
+        self, children: Capsules, return_couplings: Literal[True], **options: Any
+    ) -> tuple[Capsules, Tensor]: ...
+    @overload
+    def forward(
+        self, children: Capsules, return_couplings: bool, **options: Any
+    ) -> Capsules | tuple[Capsules, Tensor]: ...
+    def forward(
+        self, children: Capsules, return_couplings: bool = False, **options: Any
+    ) -> Capsules | tuple[Capsules, Tensor]:
+        """Compute the parents ``[B, P, J, R, N]`` and, with ``return_couplings``, the couplings ``[B, J, E, C]``.
+
+        The rule gets all other ``options``, such as ``parents`` of `AttentionRouting`.
+        """
+        inputs = self._inputs(children)
+        return self.routing(*inputs, return_couplings=return_couplings, **options)
+
+    if TYPE_CHECKING:
+        __call__ = forward
+
+    def _inputs(self, children: Capsules) -> tuple[Capsules, Tensor, RoutingMap]:
+        """Return the children, the transform and the routing map for the rule."""
+        raise NotImplementedError
 
     def _apply(self, function: Callable[[Tensor], Tensor], *arguments: Any, **options: Any) -> "TransformModule":  # type: ignore[override]
         def keeping_order(tensor: Tensor) -> Tensor:
@@ -119,14 +148,8 @@ class CapsuleLayer(TransformModule):
     def _constants(self) -> list[Constant]:
         return [self.routing_map.constant, self.routing_map.edge_lists, self.routing_map.place_by_child]
 
-    def forward(
-        self, children: Capsules, return_couplings: bool = False, **options: Any
-    ) -> Capsules | tuple[Capsules, Tensor]:
-        """Compute the parents ``[B, P, J, R, N]`` and, with ``return_couplings``, the couplings ``[B, J, E, C]``.
-
-        The rule gets all other ``options``, such as ``parents`` of `AttentionRouting`.
-        """
-        return self.routing(children, self.transform, self.routing_map, return_couplings=return_couplings, **options)
+    def _inputs(self, children: Capsules) -> tuple[Capsules, Tensor, RoutingMap]:
+        return children, self.transform, self.routing_map
 
 
 class DenseCaps(CapsuleLayer):
@@ -209,13 +232,13 @@ class ConvCaps(CapsuleLayer):
 
     def __init__(
         self,
-        child_grid: tuple[int, int],
+        child_grid: Sequence[int],
         child_types: int,
         parent_types: int,
         kernel_size: int,
         stride: int = 1,
         padding: int = 0,
-        pose_size: tuple[int, int] = (4, 4),
+        pose_size: Sequence[int] = (4, 4),
         initial_std: float = 0.1,
         around_identity: bool = True,
         routing: Rule | Routing | str = "em",
@@ -266,7 +289,7 @@ class ClassCaps(CapsuleLayer):
         coordinates: Float[Tensor, "S 2"],
         child_types: int,
         num_classes: int,
-        pose_size: tuple[int, int] = (4, 4),
+        pose_size: Sequence[int] = (4, 4),
         add_coordinates: bool = True,
         initial_std: float = 0.1,
         around_identity: bool = True,
@@ -297,21 +320,17 @@ class ClassCaps(CapsuleLayer):
         """Coordinates ``[S, 2]`` on the layer's device."""
         return self._coordinates.on(self.transform.device)
 
-    def forward(
-        self, children: Capsules, return_couplings: bool = False, **options: Any
-    ) -> Capsules | tuple[Capsules, Tensor]:
-        """Compute the parents ``[B, 1, J, R, N]`` and, with ``return_couplings``, the couplings ``[B, J, S, C]``."""
+    def _inputs(self, children: Capsules) -> tuple[Capsules, Tensor, RoutingMap]:
         check_capsules(children)
         pose: Tensor = children.pose
         transform: Tensor = self.transform
         self.routing_map.check(pose, transform)
         if self.add_coordinates:
             pose, transform = coordinate_addition(pose, transform, self.coordinates)
-        children = Capsules(pose, children.activation)
-        return self.routing(children, transform, self.routing_map, return_couplings=return_couplings, **options)
+        return Capsules(pose, children.activation), transform, self.routing_map
 
 
-def columns_of(pose_size: tuple[int, int]) -> int:
+def columns_of(pose_size: Sequence[int]) -> int:
     """Check that a pose size (rows, columns) consists of integers of at least 1, and return the number of columns."""
     check_shape("pose_size", pose_size, "rows, columns")
     return pose_size[1]
@@ -334,7 +353,8 @@ def square_transforms_(transform: Float[Tensor, "K C J Q Q"], std: float, around
 class SharedCaps(TransformModule):
     """Capsule layer whose children share one transform per parent type, so the number of children may vary.
 
-    This is the "shared" capsule layer of Su 2018. It works on images of any size.
+    This is the "shared" capsule layer of Su 2018. It works on images of any size. The couplings have the shape
+    ``[B, J, S·C, 1]``, because the rule gets all children as one type.
 
     Arguments:
         child_pose_size: length of a child's pose (Q).
@@ -379,9 +399,7 @@ class SharedCaps(TransformModule):
             self._map = routing_map
         return routing_map
 
-    def forward(self, children: Capsules, return_couplings: bool = False) -> Capsules | tuple[Capsules, Tensor]:
-        """Compute the parents ``[B, 1, J, R, N]`` and, with ``return_couplings``, the couplings ``[B, J, S·C, 1]``."""
+    def _inputs(self, children: Capsules) -> tuple[Capsules, Tensor, RoutingMap]:
         check_capsules(children)
         pose, activation = (part.flatten(1, 2).unsqueeze(2) for part in children)
-        routing_map = self._map_of(pose.shape[1], pose.device)
-        return self.routing(Capsules(pose, activation), self.transform, routing_map, return_couplings=return_couplings)
+        return Capsules(pose, activation), self.transform, self._map_of(pose.shape[1], pose.device)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Bool, Float, Integer, Real
 from torch import Tensor
 from torch.nn import functional
 
@@ -19,7 +19,7 @@ IGNORE_NONE = -(2**63)
 
 def margin_loss(
     scores: Float[Tensor, "B classes"],
-    target: Int64[Tensor, "B"] | Float[Tensor, "B classes"],
+    target: Integer[Tensor, "B"] | Real[Tensor, "B classes"] | Bool[Tensor, "B classes"],
     positive_margin: float = 0.9,
     negative_margin: float = 0.1,
     negative_weight: float = 0.5,
@@ -67,7 +67,7 @@ def margin_loss(
 
 
 def reconstruction_loss(
-    reconstruction: Float[Tensor, "B channels height width"], images: Float[Tensor, "B channels height width"]
+    reconstruction: Float[Tensor, "B channels height width"] | None, images: Float[Tensor, "B channels height width"]
 ) -> Float[Tensor, ""]:
     """Compute the reconstruction loss: squared errors, summed over the pixels and averaged over the batch.
 
@@ -98,7 +98,7 @@ def reconstruction_loss(
 
 def spread_loss(
     scores: Float[Tensor, "B classes"],
-    target: Int64[Tensor, "B"],
+    target: Integer[Tensor, "B"],
     margin: float = 0.9,
     weights: Float[Tensor, "B"] | None = None,
 ) -> Float[Tensor, ""]:
@@ -164,7 +164,7 @@ def spread_margin(schedule: Literal["linear", "official"], step: int, steps: int
 
 def cross_entropy(
     scores: Float[Tensor, "B classes"],
-    target: Int64[Tensor, "B"],
+    target: Integer[Tensor, "B"],
     label_smoothing: float = 0.0,
     weights: Float[Tensor, "B"] | None = None,
 ) -> Float[Tensor, ""]:
@@ -202,7 +202,7 @@ def cross_entropy(
 
 
 def activation_cross_entropy(
-    scores: Float[Tensor, "B classes"], target: Int64[Tensor, "B"], weights: Float[Tensor, "B"] | None = None
+    scores: Float[Tensor, "B classes"], target: Integer[Tensor, "B"], weights: Float[Tensor, "B"] | None = None
 ) -> Float[Tensor, ""]:
     """Compute the cross-entropy of activations scaled to sum to 1: ``-log(a_t / Σ_k a_k)``, averaged over the batch.
 
@@ -230,7 +230,7 @@ def activation_cross_entropy(
 
 
 def activation_logit_cross_entropy(
-    scores: Float[Tensor, "B classes"], target: Int64[Tensor, "B"], weights: Float[Tensor, "B"] | None = None
+    scores: Float[Tensor, "B classes"], target: Integer[Tensor, "B"], weights: Float[Tensor, "B"] | None = None
 ) -> Float[Tensor, ""]:
     """Compute the softmax cross-entropy of the activations' logits ``log(a / (1 - a))``, averaged over the batch.
 
@@ -255,7 +255,7 @@ def activation_logit_cross_entropy(
     return cross_entropy(wide(scores).logit(eps=1e-6), target, weights=weights)
 
 
-def balanced_weights(labels: Int64[Tensor, " N"], num_classes: int) -> Float[Tensor, " classes"]:
+def balanced_weights(labels: Integer[Tensor, " N"], num_classes: int) -> Float[Tensor, " classes"]:
     """Compute one weight per class, inversely proportional to the number of images of the class.
 
     For N images, K classes and n_k images of class k, the weight of class k is N / (K n_k), as with

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -45,7 +45,7 @@ class PrimaryCaps(nn.Module):
         self,
         in_channels: int,
         types: int,
-        pose_size: int | tuple[int, int],
+        pose_size: int | Sequence[int],
         kernel_size: int,
         stride: int = 1,
         padding: int = 0,
@@ -84,8 +84,11 @@ class PrimaryCaps(nn.Module):
         logits = wide(_normalised(self.activation_norm, self.activation(features)))
         return Capsules(squash(pose, self.squash_form), _at_sites(logits).sigmoid())
 
+    if TYPE_CHECKING:
+        __call__ = forward
 
-def _pose_shape(pose_size: int | tuple[int, int]) -> tuple[int, int]:
+
+def _pose_shape(pose_size: int | Sequence[int]) -> tuple[int, int]:
     """Return the rows and columns of a pose."""
     if isinstance(pose_size, Sequence):
         check_shape("pose_size", pose_size, "rows, columns")
@@ -125,7 +128,7 @@ class PoseNorm(nn.Module):
         torch.Size([2, 9, 4, 2, 3])
     """
 
-    def __init__(self, types: int, pose_size: int | tuple[int, int], affine: bool = False) -> None:
+    def __init__(self, types: int, pose_size: int | Sequence[int], affine: bool = False) -> None:
         super().__init__()
         check_sizes(types=types)
         self.types = types
@@ -143,3 +146,6 @@ class PoseNorm(nn.Module):
             )
         numbers = _normalised(self.norm, pose.flatten(2).flatten(0, 1))
         return Capsules(numbers.to(pose.dtype).view(pose.shape), capsules.activation)
+
+    if TYPE_CHECKING:
+        __call__ = forward

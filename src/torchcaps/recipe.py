@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -33,6 +33,8 @@ LARGEST = 2**53
 Schedule = Literal["exponential", "cosine"]
 Choose = Literal["best", "last"]
 ClassWeights = Literal["none", "balanced"]
+MarginSchedule = Literal["none", "linear", "official"]
+Precision = Literal["auto", "bf16", "float32"]
 PRECISIONS = {"bf16": "bf16-mixed", "float32": "32-true"}
 
 
@@ -147,7 +149,7 @@ class Recipe:
     loss: str = "margin"
     loss_options: Mapping[str, Any] = field(default_factory=dict)
     class_weights: ClassWeights = "none"
-    margin_schedule: str = "none"
+    margin_schedule: MarginSchedule = "none"
     reconstruction_weight: float = 0.0
     shift: int = 0
     standardise: Standardise = "none"
@@ -179,7 +181,7 @@ class Recipe:
     validation_attribute: str = ""
     choose: Choose = "best"
     seed: int = 0
-    precision: str = "auto"
+    precision: Precision = "auto"
     compile: bool = False
 
     def __post_init__(self) -> None:
@@ -190,10 +192,8 @@ class Recipe:
             raise BadInput(
                 f"routing in model_options is {rule!r}: give the name of a rule, and its options in routing_options"
             )
-        choices = {"loss": [*LOSSES], "optimizer": [*OPTIMIZERS], "precision": ["auto", *PRECISIONS]}
-        choices["margin_schedule"] = ["none", "linear", "official"]
-        for key, allowed in choices.items():
-            check_choice(key, getattr(self, key), allowed, BadInput)
+        check_choice("loss", self.loss, LOSSES, BadInput)
+        check_choice("optimizer", self.optimizer, OPTIMIZERS, BadInput)
         least_of = {"batch_size": 1, "epochs": 1, "decay_steps": 1, "patience": 0, "seed": 0, "early_epochs": 0}
         for key, least in least_of.items():
             check_integer(key, getattr(self, key), least, error=BadInput)
@@ -282,7 +282,7 @@ def batch_starts(images: int, batch_size: int) -> range:
     return range(0, max(1, images - 1) if batch_size > 1 else images, batch_size)
 
 
-def resolve_precision(precision: str) -> str:
+def resolve_precision(precision: Precision) -> Literal["bf16", "float32"]:
     """Resolve ``auto`` to bf16 if the hardware is faster in bf16, else to float32. Check the default dtype.
 
     bf16 is faster on NVIDIA GPUs with native bf16, on CPUs with AMX, and on AMD CPUs with AVX512-BF16. On Intel CPUs
@@ -299,8 +299,8 @@ def resolve_precision(precision: str) -> str:
             f"PyTorch's default dtype is {torch.get_default_dtype()}, but networks are trained with parameters in "
             "float32: call torch.set_default_dtype(torch.float32)"
         )
+    check_choice("precision", precision, get_args(Precision), BadInput)
     if precision != "auto":
-        check_choice("precision", precision, ("auto", *PRECISIONS), BadInput)
         return precision
     if torch.cuda.is_available():
         faster = torch.cuda.is_bf16_supported(including_emulation=False)

@@ -15,7 +15,7 @@ from torch.nn import functional
 from torchcaps.capsules import Capsules
 from torchcaps.checks import has_values
 from torchcaps.routing import votes as routing_votes
-from torchcaps.routing.agreement import Agreement, Moments
+from torchcaps.routing.agreement import Agreement, Means, Moments
 from torchcaps.routing.rule import Rule
 from torchcaps.routing.votes import Votes
 from torchcaps.routing_map import RoutingMap
@@ -27,13 +27,13 @@ RECORDING = RLock()
 class Pass(NamedTuple):
     """One pass of a routing rule: the votes, the agreement and the moments.
 
-    The agreement determines the couplings. The moments are the mass (sum of the weights), mean and variance of the
-    votes for each parent.
+    The agreement determines the couplings. The moments are the mass (sum of the weights), the mean and,
+    if the rule needs it, the variance of the votes for each parent.
     """
 
     votes: Votes
     agreement: Agreement | None
-    moments: Moments
+    moments: Moments | Means
 
 
 class Run(NamedTuple):
@@ -188,7 +188,7 @@ def recorded(model: nn.Module) -> Iterator[list[Layer]]:
             parents = result if isinstance(result, Capsules) else result[0]
             layer.runs.append(Run(children, parents, len(layer.passes) - 1))
 
-    def observe(votes: Votes, agreement: Agreement | None, moments: Moments) -> None:
+    def observe(votes: Votes, agreement: Agreement | None, moments: Moments | Means) -> None:
         if before is not None:
             before(votes, agreement, moments)
         if get_ident() == thread and running:

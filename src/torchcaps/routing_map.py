@@ -1,12 +1,13 @@
 """The routing map: a graph that connects child sites with parent sites, with a transform for each edge."""
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int32, Int64
+from jaxtyping import Float, Int32, Int64, Integer
 from torch import Tensor
 
 from torchcaps.checks import (
@@ -99,7 +100,7 @@ class RoutingMap:
         [[0, 0, 0], [1, 0, 1], [3, 0, 2], [4, 0, 3]]
     """
 
-    edges: Int64[Tensor, "E 3"]
+    edges: Integer[Tensor, "E 3"]
     child_sites: int
     parent_sites: int
     transforms: int
@@ -189,7 +190,7 @@ class RoutingMap:
         return self.constant.on(device)
 
     @classmethod
-    def dense(cls, child_sites: int, device: torch.device | None = None) -> "RoutingMap":
+    def dense(cls, child_sites: int, device: torch.device | str | None = None) -> "RoutingMap":
         """Create a fully connected map: one parent site, and one transform per child site (K = S).
 
         Arguments:
@@ -202,7 +203,7 @@ class RoutingMap:
         return cls(edges, child_sites, 1, child_sites, (1, 1))._set(own_transforms=True, most_edges=1)
 
     @classmethod
-    def shared(cls, child_sites: int, device: torch.device | None = None) -> "RoutingMap":
+    def shared(cls, child_sites: int, device: torch.device | str | None = None) -> "RoutingMap":
         """Create a map with one parent site and one transform for all child sites (K = 1).
 
         The transform does not depend on the child site, so a trained transform also works with another number of child
@@ -224,7 +225,7 @@ class RoutingMap:
         return self
 
     @classmethod
-    def conv(cls, child_grid: tuple[int, int], kernel_size: int, stride: int = 1, padding: int = 0) -> "RoutingMap":
+    def conv(cls, child_grid: Sequence[int], kernel_size: int, stride: int = 1, padding: int = 0) -> "RoutingMap":
         """Create a convolutional map: each parent site has edges from a window of child sites.
 
         Each position in the window has its own transform (K = kernel_size²). Sites and positions are numbered row by

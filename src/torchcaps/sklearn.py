@@ -5,7 +5,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("torchcaps.sklearn needs scikit-learn: pip install 'torchcaps[sklearn]'") from error
 
+Estimator = TypeVar("Estimator", bound="CapsuleClassifier")
 SMALL = {"channels": (16, 32, 32, 64)}
 """Options of the default network. It suits small images and has less than a third of the parameters of
 Efficient-CapsNet (48,656 instead of 161,824 for ten classes of 28×28 images)."""
@@ -121,7 +122,7 @@ class CapsuleClassifier(ClassifierMixin, BaseEstimator):
         self.verbose = verbose
 
     @clear_memory_errors("use a smaller batch_size, or free memory")
-    def fit(self, X: Any, y: Any) -> "CapsuleClassifier":
+    def fit(self: Estimator, X: Any, y: Any) -> Estimator:
         """Train a new network.
 
         Arguments:

@@ -36,7 +36,7 @@ from torchcaps.environment import first_process, processes
 from torchcaps.errors import BadInput, first_line
 from torchcaps.evaluation import NO_FOLDER, OwnHandler, accuracy_on, clear_errors, cluster
 from torchcaps.fine_tuning import load_matching
-from torchcaps.loggers import check_logger, create_logger
+from torchcaps.loggers import LoggerName, check_logger, create_logger
 from torchcaps.losses import check_loss
 from torchcaps.models import Pretrained, create_model, routing_of
 from torchcaps.models.pretrained import check_loadable
@@ -65,7 +65,7 @@ def fit(
     on_start: Callable[[TrainingModule, int], None] | None = None,
     on_epoch_end: Callable[[nn.Module], Mapping[str, float] | None] | None = None,
     module_class: type[TrainingModule] = TrainingModule,
-    logger: str = "tensorboard",
+    logger: LoggerName = "tensorboard",
     test: bool = True,
 ) -> dict[str, Any]:
     """Train a model, evaluate its best epoch once on the test split, and write the run folder.
@@ -184,7 +184,7 @@ def new_module(
             raise BadInput(f"compile is true, but {module_class.__name__} has its own loss: set compile=false")
         return module  # it computes its loss in its own way
     for name, part in (("validation", splits.validation), ("test", splits.test)):
-        if part.image_shape != splits.train.image_shape and not cast(Pretrained, model).any_size:
+        if part.image_shape != splits.train.image_shape and not model.any_size:
             raise BadInput(
                 f"the {name} images have the shape {part.image_shape}, but the training images "
                 f"{splits.train.image_shape}: give all splits the same size"
@@ -199,18 +199,13 @@ def new_module(
     return module
 
 
-def _new_model(recipe: Recipe, images: Images, one_per_batch: bool) -> nn.Module:
+def _new_model(recipe: Recipe, images: Images, one_per_batch: bool) -> Pretrained:
     """Build the recipe's model and run it on one blank image, so that invalid options fail before training starts."""
     shape = recipe.preprocessing().image_shape(images.image_shape)
     options: dict[str, Any] = {"image_shape": shape, "num_classes": len(images.class_names), **recipe.model_options}
     if routing := routing_of(recipe.model, recipe.model_options, recipe.routing_options):
         options["routing"] = routing
     model = create_model(recipe.model, **options).eval()
-    if not isinstance(model, Pretrained):
-        raise BadInput(
-            f"model {recipe.model} cannot be saved: derive {type(model).__name__} from torch.nn.Module and "
-            "torchcaps.models.Pretrained"
-        )
     blank = torch.zeros(1, *model.options["image_shape"], device=next(model.parameters()).device)
     try:
         with torch.inference_mode():
@@ -233,7 +228,7 @@ def _train(
     last: Path | None,
     *,
     on_epoch_end: Callable[[nn.Module], Mapping[str, float] | None] | None,
-    logger: str,
+    logger: LoggerName,
     test: bool,
     trained: bool,
 ) -> dict[str, Any]:

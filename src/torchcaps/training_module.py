@@ -120,7 +120,7 @@ class TrainingModule(lightning.LightningModule):
         options = dict(recipe.loss_options)
         if recipe.margin_schedule != "none":
             step = self.global_step if train else self.steps
-            options["margin"] = spread_margin(recipe.margin_schedule, step, self.steps)  # type: ignore[arg-type]
+            options["margin"] = spread_margin(recipe.margin_schedule, step, self.steps)
         loss = self.loss_of_scores(prediction.scores, labels, options)
         if prediction.reconstruction is not None and recipe.reconstruction_weight:
             loss = loss + recipe.reconstruction_weight * reconstruction_loss(prediction.reconstruction, images)
@@ -284,7 +284,7 @@ class TrainingModule(lightning.LightningModule):
         if recipe.margin_schedule == "none":
             return []
         steps = (per_epoch * (epoch + 1) for epoch in range(recipe.epochs))
-        return [spread_margin(recipe.margin_schedule, step, self.steps) for step in steps]  # type: ignore[arg-type]
+        return [spread_margin(recipe.margin_schedule, step, self.steps) for step in steps]
 
     def save_picture(self, images: Images, path: Path) -> None:
         """Draw images and their reconstructions to a PNG file; do nothing if the model has no decoder."""

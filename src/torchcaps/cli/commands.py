@@ -196,8 +196,8 @@ def train(
                 print(load_matching(module.model, chosen, splits.train.class_names), flush=True)
             on_start(module, max(0, chosen.epochs - trained))
             return
-        options: dict[str, Any] = {"devices": devices, "workers": workers, "resume": resume, "test": not no_test}
-        metrics = fit(chosen, splits, folder, **options, logger=logger, on_start=on_start)
+        options: dict[str, Any] = {"devices": devices, "workers": workers, "resume": resume, "logger": logger}
+        metrics = fit(chosen, splits, folder, **options, test=not no_test, on_start=on_start)
     except KeyboardInterrupt:
         begun = not dry_run and (folder / "recipe.json").exists()
         raise Interrupted(

@@ -192,8 +192,8 @@ CACHES = ("auto", "memory", "none")
 
 
 def load_splits(
-    name_or_folder: str,
-    data_dir: Path,
+    name_or_folder: str | Path,
+    data_dir: str | Path,
     *,
     validation_fraction: float = 0.1,
     validation_attribute: str = "",
@@ -241,10 +241,11 @@ def load_splits(
             "none".
 
     Example:
-        >>> splits = load_splits("mnist-5k", Path("data"))
+        >>> splits = load_splits("mnist-5k", "data")
         >>> len(splits.train), len(splits.validation), len(splits.test)
         (3600, 400, 1000)
     """
+    name_or_folder, data_dir = str(name_or_folder), expanded(data_dir)
     check_number("validation_fraction", validation_fraction, "(0, 0.5]", BadInput)
     check_integer("seed", seed, 0, error=BadInput)
     check_source(name_or_folder, cache)
@@ -290,7 +291,7 @@ def load_splits(
 
 
 def load_test_images(
-    folder_or_table: str,
+    folder_or_table: str | Path,
     class_names: Sequence[str],
     *,
     cache: Cache = "memory",
@@ -317,6 +318,7 @@ def load_test_images(
     Warns:
         DataWarning: as for `load_splits`.
     """
+    folder_or_table = str(folder_or_table)
     check_source(folder_or_table, cache)
     folder = expanded(folder_or_table)
     if is_table(folder_or_table):

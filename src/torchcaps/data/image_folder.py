@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from torchcaps.data.files import expanded
 from torchcaps.data.image_file import FORMATS
 from torchcaps.data.image_files import Paths, shown
 from torchcaps.data.image_list import ImageList, remarks_on_names, train_and_test
@@ -23,7 +24,7 @@ Tree = dict[str, list[Path]]
 
 
 def load_image_folder(
-    root: Path,
+    root: str | Path,
     *,
     image_size: int | Sequence[int] | None = None,
     channels: int | None = None,
@@ -64,9 +65,9 @@ def load_image_folder(
             than 5 %; 16-bit images are nearly black; or two class names look the same.
 
     Example:
-        >>> train, test = load_image_folder(Path("photos"), image_size=32)  # doctest: +SKIP
+        >>> train, test = load_image_folder("photos", image_size=32)  # doctest: +SKIP
     """
-    images = list_folder(root, validation=False)
+    images = list_folder(expanded(root), validation=False)
     options: dict[str, Any] = {"image_size": image_size, "channels": channels, "progress": progress}
     return train_and_test(images, test_fraction, seed, **options)
 

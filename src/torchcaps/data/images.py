@@ -37,11 +37,12 @@ class Images:
 
     pixels: UInt8[Tensor, "N C H W"]
     labels: Int64[Tensor, " N"] | Int64[Tensor, "N k"]
-    class_names: tuple[str, ...]
+    class_names: Sequence[str]
     attributes: Mapping[str, Int64[Tensor, " N"]] = field(default_factory=dict)
     files: ImageFiles | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "class_names", tuple(self.class_names))
         for name, part in (("pixels", self.pixels), ("labels", self.labels), *self.attributes.items()):
             if not isinstance(part, Tensor):
                 raise BadInput(f"{name} must be a torch.Tensor; got {described(part)}: convert it with torch.as_tensor")
@@ -135,11 +136,11 @@ class ImagesOnDisk(Images):
         self,
         files: ImageFiles,
         labels: Int64[Tensor, " N"],
-        class_names: tuple[str, ...],
+        class_names: Sequence[str],
         image_shape: tuple[int, int, int],
         resize: bool,
     ) -> None:
-        vars(self).update(files=files, labels=labels, class_names=class_names, attributes={})
+        vars(self).update(files=files, labels=labels, class_names=tuple(class_names), attributes={})
         vars(self).update(decoded_shape=image_shape, resize=resize)
 
     @property

@@ -23,6 +23,7 @@ def swept(model: CapsNet, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B 
     with torch.inference_mode():
         prediction = model(images)
         winners = prediction.scores.argmax(dim=1)
+        assert prediction.capsules is not None
         size = prediction.capsules.pose.shape[4]
         drawings = []
         for dimension in range(size):

@@ -58,7 +58,8 @@ def draw(images: Images, scores: torch.Tensor) -> Figure:
         pixels = images.pixels[index]
         axis.imshow((pixels if len(pixels) == 3 else pixels[:1]).permute(1, 2, 0).numpy(), cmap="gray")
         axis.set_title(
-            f"{images.class_names[images.labels[index]]}, predicted {images.class_names[scores[index].argmax()]}",
+            f"{images.class_names[int(images.labels[index])]}, predicted "
+            f"{images.class_names[int(scores[index].argmax())]}",
             fontsize=7,
         )
     figure.suptitle("first misclassified test images")

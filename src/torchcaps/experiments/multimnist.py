@@ -164,6 +164,7 @@ def draw(model: CapsNet, images: Images, count: int = 12) -> Figure:
         best = prediction.scores.topk(2, dim=1).indices
         crossed = (best[:, 0] == images.labels[:count, 1]) | (best[:, 1] == images.labels[:count, 0])
         best = torch.where(crossed[:, None], best.flip(1), best)
+        assert prediction.capsules is not None
         reconstructions = [model.decoder(prediction.capsules.pose, best[:, place])[:, 0] for place in range(2)]
     colours = torch.tensor([[1.0, 0.45, 0.0], [0.0, 0.55, 1.0]])
     truth = images.pixels[:count].float() / 255

@@ -150,7 +150,7 @@ class Study:
                 metrics = fit(recipe, splits, folder, resume=True, on_epoch_end=on_epoch_end, module_class=module_class)
             except Diverged as error:
                 raise Diverged(f"{part} diverged: {error.reason}", "use another --budget or --data") from error
-        model = MODELS[recipe.model].from_pretrained(folder)  # type: ignore[attr-defined]
+        model = MODELS[recipe.model].from_pretrained(folder)
         return model.eval(), metrics
 
     def recipe(

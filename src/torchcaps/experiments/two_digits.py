@@ -103,7 +103,7 @@ def traced(model: PooledCapsNet, images: Float[Tensor, "B C H W"]) -> Traced:
     features = model.trunk(images).float()
     pose = features.flatten(2).mT[:, :, None, None, :]
     layer = model.class_capsules
-    parents, couplings = cast(tuple[Capsules, Tensor], layer(Capsules(pose, lengths(pose)), return_couplings=True))
+    parents, couplings = layer(Capsules(pose, lengths(pose)), return_couplings=True)
     votes = torch.einsum("bsq,jqn->bjsn", pose[:, :, 0, 0], layer.transform[0, 0])
     direction = torch.nn.functional.normalize(parents.pose[:, 0, :, 0], dim=2)
     parts = couplings.flatten(2) * torch.einsum("bjsn,bjn->bjs", votes, direction)
@@ -245,7 +245,9 @@ def draw(model: PooledCapsNet, images: Images) -> Figure:
                 continue
             couplings = trace.couplings[0, best[column]]
             axis.imshow(couplings.numpy(), cmap="viridis", vmin=0)
-            axis.set_title(f"couplings of {images.class_names[best[column]]}, 0 to {couplings.max():.2f}", fontsize=9)
+            axis.set_title(
+                f"couplings of {images.class_names[int(best[column])]}, 0 to {couplings.max():.2f}", fontsize=9
+            )
     for axis in [*axes[:, 0], *axes[:, 2:].flat]:
         axis.set_xticks([])
         axis.set_yticks([])

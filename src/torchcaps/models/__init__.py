@@ -4,8 +4,6 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
-
 from torchcaps.capsules import Prediction
 from torchcaps.checks import described
 from torchcaps.errors import BadInput, first_line, nearest
@@ -23,7 +21,7 @@ from torchcaps.models.timm_backbone import TimmCapsNet
 from torchcaps.options import check_options, kinds_of
 from torchcaps.routing import Routing
 
-MODELS: dict[str, type[nn.Module]] = {
+MODELS: dict[str, type[Pretrained]] = {
     "capsnet": CapsNet,
     "efficient-capsnet": EfficientCapsNet,
     "baseline-cnn": BaselineCNN,
@@ -37,13 +35,13 @@ MODELS: dict[str, type[nn.Module]] = {
     "residual-capsnet": ResidualCapsNet,
     "timm-capsnet": TimmCapsNet,
 }
-"""All networks by name. To train your own network, derive its class from `nn.Module` and `Pretrained`, and add it.
+"""All networks by name. To train your own network, derive its class from `Pretrained`, and add it.
 
 Its constructor takes ``image_shape`` and ``num_classes``, and ``forward(images, labels=None)`` returns a `Prediction`.
 """
 
 
-def create_model(name: str, **options: Any) -> nn.Module:
+def create_model(name: str, **options: Any) -> Pretrained:
     """Create a model by name.
 
     Arguments:
@@ -89,22 +87,23 @@ def routing_of(
     return None
 
 
-def model_class(name: str) -> type[nn.Module]:
+def model_class(name: str) -> type[Pretrained]:
     """Return the class of a model by its name in `MODELS`.
 
     Raises:
-        BadInput: ``name`` is not in `MODELS`, or the entry is not a class derived from `torch.nn.Module`.
+        BadInput: ``name`` is not in `MODELS`, or the entry is not a class derived from `Pretrained`.
     """
     if name not in MODELS:
         raise BadInput(f"unknown model {name!r}{nearest(name, MODELS)}")
-    if not isinstance(MODELS[name], type) or not issubclass(MODELS[name], nn.Module):
+    if not isinstance(MODELS[name], type) or not issubclass(MODELS[name], Pretrained):
         raise BadInput(
-            f"torchcaps.MODELS[{name!r}] must be a class derived from torch.nn.Module; got {described(MODELS[name])}"
+            f"torchcaps.MODELS[{name!r}] must be a class derived from torchcaps.models.Pretrained; "
+            f"got {described(MODELS[name])}"
         )
     return MODELS[name]
 
 
-def built(name: str, kind: type[nn.Module], options: Mapping[str, Any]) -> nn.Module:
+def built(name: str, kind: type[Pretrained], options: Mapping[str, Any]) -> Pretrained:
     """Create a model, or raise an error with a one-line message that names the model.
 
     Arguments:

@@ -4,10 +4,10 @@ import math
 from collections.abc import Sequence
 from copy import deepcopy
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
 from torchcaps.capsules import Capsules, Prediction, wide
@@ -25,7 +25,7 @@ ATTENTION = Routing("attention", competition="types")
 """Default routing of `AttentionCapsNet`, as in the authors' code."""
 
 
-class AttentionCapsNet(nn.Module, Pretrained):
+class AttentionCapsNet(Pretrained):
     """Capsule network with inverted dot-product attention: one convolution and four capsule layers.
 
     Tsai, Srivastava, Goh & Salakhutdinov 2020, simple backbone: convolution 3×3 stride 2 with ReLU → primary capsules
@@ -121,7 +121,7 @@ class AttentionCapsNet(nn.Module, Pretrained):
             layer.initialise(partial(nn.init.normal_, std=std))
 
     def forward(
-        self, images: Float[Tensor, "B channels height width"], labels: Int64[Tensor, "B"] | None = None
+        self, images: Float[Tensor, "B channels height width"], labels: Integer[Tensor, "B"] | None = None
     ) -> Prediction:
         """Predict scores in [0, 1] and class capsules. The labels are not used."""
         check_images(images, self.image_shape)
@@ -129,7 +129,7 @@ class AttentionCapsNet(nn.Module, Pretrained):
         pose = capsules.pose.to(self.class_capsules.transform.dtype).flatten(3)
         pose = wide(self.primary_norm(pose)).view(capsules.pose.shape)
         layers = self.first_capsules, self.second_capsules, self.class_capsules
-        once = {"iterations": 1} if self.concurrent else {}
+        once: dict[str, Any] = {"iterations": 1} if self.concurrent else {}
         found = [Capsules(pose, capsules.activation)]
         for layer in layers:
             found.append(layer(found[-1], **once))

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from copy import deepcopy
 
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
 from torchcaps.capsules import Prediction, wide
@@ -17,7 +17,7 @@ from torchcaps.primary import PrimaryCaps
 from torchcaps.routing import Routing, Rule
 
 
-class CapsNet(nn.Module, Pretrained):
+class CapsNet(Pretrained):
     """CapsNet: convolution, primary capsules, class capsules and decoder.
 
     Sabour, Frosst & Hinton 2017, figures 1 and 2: convolution 9×9×256 with ReLU → PrimaryCaps 9×9 stride 2 with 32
@@ -101,7 +101,7 @@ class CapsNet(nn.Module, Pretrained):
             kaiming_(self.convolution)
 
     def forward(
-        self, images: Float[Tensor, "B channels height width"], labels: Int64[Tensor, "B"] | None = None
+        self, images: Float[Tensor, "B channels height width"], labels: Integer[Tensor, "B"] | None = None
     ) -> Prediction:
         """Predict scores, class capsules and a reconstruction.
 
@@ -124,7 +124,7 @@ def _stem(below: int, channels: int) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-class BaselineCNN(nn.Module, Pretrained):
+class BaselineCNN(Pretrained):
     """Baseline CNN of the CapsNet paper: three 5×5 convolutions and two hidden linear layers.
 
     Sabour, Frosst & Hinton 2017, section 5: convolutions with 256, 256 and 128 channels, linear layers with 328 and
@@ -173,7 +173,7 @@ class BaselineCNN(nn.Module, Pretrained):
         self.layers = nn.Sequential(*layers, nn.Dropout(dropout), nn.Linear(hidden_sizes[-1], num_classes))
 
     def forward(
-        self, images: Float[Tensor, "B channels height width"], labels: Int64[Tensor, "B"] | None = None
+        self, images: Float[Tensor, "B channels height width"], labels: Integer[Tensor, "B"] | None = None
     ) -> Prediction:
         """Predict scores, which are logits. The labels are not used."""
         check_images(images, self.image_shape)

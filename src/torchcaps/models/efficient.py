@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from functools import partial
 
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
 from torchcaps.capsules import Prediction, squashed, wide
@@ -18,7 +18,7 @@ from torchcaps.models.pretrained import Pretrained
 from torchcaps.routing import Routing, Rule
 
 
-class EfficientCapsNet(nn.Module, Pretrained):
+class EfficientCapsNet(Pretrained):
     """Efficient-CapsNet: four convolutions, 16 primary capsules, class capsules with self-attention routing, decoder.
 
     Mazzia, Salvetti & Chiaberge 2021, figure 2: convolutions 5×5×32 → 3×3×64 → 3×3×64 → 3×3×128 stride 2, each followed
@@ -103,7 +103,7 @@ class EfficientCapsNet(nn.Module, Pretrained):
         kaiming_(self.features)
 
     def forward(
-        self, images: Float[Tensor, "B channels height width"], labels: Int64[Tensor, "B"] | None = None
+        self, images: Float[Tensor, "B channels height width"], labels: Integer[Tensor, "B"] | None = None
     ) -> Prediction:
         """Predict scores, class capsules and a reconstruction.
 

@@ -6,7 +6,7 @@ from copy import deepcopy
 from functools import partial
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
 from torchcaps.capsules import Capsules, Prediction
@@ -21,7 +21,7 @@ from torchcaps.routing import Routing, Rule
 from torchcaps.routing_map import RoutingMap
 
 
-class GenerativeCapsNet(nn.Module, Pretrained):
+class GenerativeCapsNet(Pretrained):
     """Capsule network with generative routing: six convolutions, primary capsules, part capsules and class capsules.
 
     Heinsen 2019: image and two channels with the coordinates of the pixels → six blocks (BatchNorm,
@@ -98,7 +98,7 @@ class GenerativeCapsNet(nn.Module, Pretrained):
         kaiming_(self.features, zero_bias=True)
 
     def forward(
-        self, images: Float[Tensor, "B channels height width"], labels: Int64[Tensor, "B"] | None = None
+        self, images: Float[Tensor, "B channels height width"], labels: Integer[Tensor, "B"] | None = None
     ) -> Prediction:
         """Predict scores in [0, 1] and class capsules. The labels are not used."""
         check_images(images, self.image_shape)

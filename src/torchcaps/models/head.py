@@ -3,9 +3,10 @@
 from collections.abc import Sequence, Sized
 from copy import deepcopy
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
 from torchcaps.capsules import Prediction
@@ -58,7 +59,7 @@ class CapsuleHead(nn.Module):
         features_shape: Sequence[int],
         num_classes: int,
         types: int = 16,
-        pose_size: tuple[int, int] = (4, 4),
+        pose_size: Sequence[int] = (4, 4),
         coordinates: bool = True,
         routing: Rule | Routing | str = "attention",
     ) -> None:
@@ -99,7 +100,7 @@ class CapsuleHead(nn.Module):
     def forward(
         self,
         features: Float[Tensor, "B channels height width"] | Float[Tensor, "B channels"],
-        labels: Int64[Tensor, "B"] | None = None,
+        labels: Integer[Tensor, "B"] | None = None,
     ) -> Prediction:
         """Predict scores in [0, 1] and class capsules. The labels are not used.
 
@@ -115,3 +116,6 @@ class CapsuleHead(nn.Module):
         if len(self.features_shape) == 1:
             features = features[:, :, None, None]
         return prediction_of(self.class_capsules(self.primary_capsules(features)))
+
+    if TYPE_CHECKING:
+        __call__ = forward

@@ -5,7 +5,7 @@ from copy import deepcopy
 from typing import Any, Literal, get_args
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
 from torchcaps.capsules import Prediction, wide
@@ -32,7 +32,7 @@ after the first iteration would be close to 0 or 1, and a network with three ite
 """
 
 
-class MatrixCapsNet(nn.Module, Pretrained):
+class MatrixCapsNet(Pretrained):
     """Matrix capsule network: convolution, primary capsules, two convolutional capsule layers and class capsules.
 
     Hinton, Sabour & Frosst 2018, figure 1: convolution 5×5×A stride 2 with ReLU → B primary capsules per position →
@@ -199,7 +199,7 @@ class MatrixCapsNet(nn.Module, Pretrained):
                 truncated_normal_(layer.weight, std, name)
 
     def forward(
-        self, images: Float[Tensor, "B channels height width"], labels: Int64[Tensor, "B"] | None = None
+        self, images: Float[Tensor, "B channels height width"], labels: Integer[Tensor, "B"] | None = None
     ) -> Prediction:
         """Predict scores in [0, 1] and class capsules. The labels are not used."""
         check_images(images, self.image_shape)
@@ -225,7 +225,7 @@ def _receptive_field_centres(
     return (first + 0.5 + step * torch.arange(sites, device="cpu")) / pixels
 
 
-class MatrixBaselineCNN(nn.Module, Pretrained):
+class MatrixBaselineCNN(Pretrained):
     """Baseline CNN of the matrix capsule paper: two 5×5 convolutions with max-pooling and a hidden linear layer.
 
     Hinton, Sabour & Frosst 2018, section 5: convolutions with 32 and 64 channels, each followed by 2×2 max-pooling; a
@@ -273,7 +273,7 @@ class MatrixBaselineCNN(nn.Module, Pretrained):
         self.layers = nn.Sequential(*layers, nn.ReLU(), nn.Dropout(dropout), nn.Linear(hidden_size, num_classes))
 
     def forward(
-        self, images: Float[Tensor, "B channels height width"], labels: Int64[Tensor, "B"] | None = None
+        self, images: Float[Tensor, "B channels height width"], labels: Integer[Tensor, "B"] | None = None
     ) -> Prediction:
         """Predict scores, which are logits. The labels are not used."""
         check_images(images, self.image_shape)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from typing import cast
 
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
 from torchcaps.capsules import Capsules, Prediction, lengths, wide
@@ -42,7 +42,7 @@ def _glorot(module: nn.Module) -> None:
         nn.init.zeros_(cast(nn.Parameter, module.bias))
 
 
-class PooledCNN(nn.Module, Pretrained):
+class PooledCNN(Pretrained):
     """Baseline CNN of Su 2018: four 3×3 convolutions, global average pooling, 128 ReLU units and a sigmoid per class.
 
     The network has 276,810 parameters on MNIST.
@@ -77,14 +77,14 @@ class PooledCNN(nn.Module, Pretrained):
         self.apply(_glorot)
 
     def forward(
-        self, images: Float[Tensor, "B channels height width"], labels: Int64[Tensor, "B"] | None = None
+        self, images: Float[Tensor, "B channels height width"], labels: Integer[Tensor, "B"] | None = None
     ) -> Prediction:
         """Predict scores in [0, 1]. The labels are not used."""
         check_images(images, self.image_shape, smallest=SMALLEST)
         return Prediction(wide(self.head(self.trunk(images).mean(dim=(2, 3)))))
 
 
-class PooledCapsNet(nn.Module, Pretrained):
+class PooledCapsNet(Pretrained):
     """Capsule network of Su 2018: four 3×3 convolutions and class capsules.
 
     The 128 channels at each position form one child capsule. All positions share the transforms of the class capsules.
@@ -132,7 +132,7 @@ class PooledCapsNet(nn.Module, Pretrained):
         self.trunk.apply(_glorot)
 
     def forward(
-        self, images: Float[Tensor, "B channels height width"], labels: Int64[Tensor, "B"] | None = None
+        self, images: Float[Tensor, "B channels height width"], labels: Integer[Tensor, "B"] | None = None
     ) -> Prediction:
         """Predict scores in [0, 1] and class capsules. The labels are not used."""
         check_images(images, self.image_shape, smallest=SMALLEST)

@@ -10,13 +10,14 @@ from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
 from torch import nn
 
+from torchcaps.capsules import Prediction
 from torchcaps.data.files import as_json, atomically
 from torchcaps.errors import BadInput, first_line, unreadable
 from torchcaps.models.saved_rules import is_foreign, restore_rules, same_setting, saved_rules, settings_of
@@ -50,8 +51,8 @@ class SavedConfig(NamedTuple):
     images: Mapping[str, Any] | None
 
 
-class Pretrained:
-    """Mixin that adds `save_pretrained`, `from_pretrained` and `push_to_hub` to a network.
+class Pretrained(nn.Module):
+    """Base class of networks that can be saved, loaded and trained with `torchcaps train`.
 
     The attribute ``options`` contains all constructor arguments except ``routing``. These arguments must be numbers,
     strings or lists. The routing rule of each layer is saved separately.
@@ -84,6 +85,10 @@ class Pretrained:
 
         cls.__init__ = remembering  # type: ignore[method-assign, assignment]
 
+    if TYPE_CHECKING:
+
+        def __call__(self, images: torch.Tensor, labels: torch.Tensor | None = None) -> Prediction: ...
+
     def save_pretrained(self, folder: str | Path, *, images: Mapping[str, Any] | None = None) -> None:
         """Save the network as model.safetensors and config.json.
 
@@ -96,7 +101,6 @@ class Pretrained:
             BadInput: a routing rule is not in `ROUTINGS`, an option cannot be written as JSON, the network could not be
                 loaded again, or the folder cannot be written to.
         """
-        assert isinstance(self, nn.Module)
         folder = Path(folder)
         options, routing = check_loadable(self)
         content = _weights_of(self)
@@ -275,7 +279,6 @@ def check_loadable(model: Pretrained) -> tuple[dict[str, Any], dict[str, Any]]:
         BadInput: a routing rule is not in `ROUTINGS`, an option cannot be written as JSON, or a network created with
             the saved options and rules would have other weights.
     """
-    assert isinstance(model, nn.Module)
     kind = type(model).__name__
     constructor = inspect.signature(type(model).__init__).parameters.values()
     if any(parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL) for parameter in [*constructor][1:]):

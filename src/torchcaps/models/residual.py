@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import pairwise
 
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Integer
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -15,7 +15,7 @@ from torchcaps.models.pretrained import Pretrained
 from torchcaps.routing import Routing, Rule
 
 
-class ResidualCapsNet(nn.Module, Pretrained):
+class ResidualCapsNet(Pretrained):
     """Residual network with capsules on its feature maps: convolutional stem, residual blocks and a `CapsuleHead`.
 
     The blocks are as in He et al. 2016 (arXiv 1512.03385): two 3×3 convolutions with BatchNorm, and a shortcut. The
@@ -60,7 +60,7 @@ class ResidualCapsNet(nn.Module, Pretrained):
         self.head = CapsuleHead((widths[-1], height, width), num_classes, types, routing=routing)
 
     def forward(
-        self, images: Float[Tensor, "B channels height width"], labels: Int64[Tensor, "B"] | None = None
+        self, images: Float[Tensor, "B channels height width"], labels: Integer[Tensor, "B"] | None = None
     ) -> Prediction:
         """Predict scores in [0, 1] and class capsules. The labels are not used."""
         check_images(images, self.image_shape)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from copy import deepcopy
 
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
 from torchcaps.capsules import Prediction
@@ -18,7 +18,7 @@ from torchcaps.primary import PoseNorm, PrimaryCaps
 from torchcaps.routing import Routing, Rule
 
 
-class SelfRoutingCapsNet(nn.Module, Pretrained):
+class SelfRoutingCapsNet(Pretrained):
     """Capsule network with self-routing: six convolutions with BatchNorm, primary capsules and class capsules.
 
     Hahn, Pyeon & Kim 2019, the "7-layer CNN" of the authors' code: convolutions 3×3 with width · (1, 2, 2, 4, 4, 8)
@@ -110,7 +110,7 @@ class SelfRoutingCapsNet(nn.Module, Pretrained):
         kaiming_(self.features)
 
     def forward(
-        self, images: Float[Tensor, "B channels height width"], labels: Int64[Tensor, "B"] | None = None
+        self, images: Float[Tensor, "B channels height width"], labels: Integer[Tensor, "B"] | None = None
     ) -> Prediction:
         """Predict scores in [0, 1] and class capsules. The labels are not used."""
         check_images(images, self.image_shape)

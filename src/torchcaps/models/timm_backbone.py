@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Integer
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
@@ -21,7 +21,7 @@ from torchcaps.models.pretrained import WEIGHTS, Pretrained, local_folder, read_
 from torchcaps.routing import Routing, Rule
 
 
-class TimmCapsNet(nn.Module, Pretrained):
+class TimmCapsNet(Pretrained):
     """Capsule network whose backbone is any network of timm (Wightman 2019).
 
     The capsules are a `CapsuleHead` on a feature map of the backbone. The pixels of input images are in [0, 1]; the
@@ -121,7 +121,7 @@ class TimmCapsNet(nn.Module, Pretrained):
         return f"the backbone has the weights of {described}"
 
     def forward(
-        self, images: Float[Tensor, "B channels height width"], labels: Int64[Tensor, "B"] | None = None
+        self, images: Float[Tensor, "B channels height width"], labels: Integer[Tensor, "B"] | None = None
     ) -> Prediction:
         """Predict scores in [0, 1] and class capsules. The labels are not used."""
         check_images(images, self.image_shape)

@@ -1,9 +1,12 @@
-"""Inputs and outputs of `Votes.moments` and `Votes.gaussians`: `Agreement`, `Moments` and `Gaussians`."""
+"""Inputs and outputs of `Votes.moments` and `Votes.gaussians`: `Agreement`, `Moments`, `Means` and `Gaussians`."""
 
+import math
 from typing import Literal, NamedTuple, get_args
 
 from jaxtyping import Float
 from torch import Tensor
+
+from torchcaps.checks import described
 
 Competition = Literal["parents", "types"]
 COMPETITIONS: tuple[Competition, ...] = get_args(Competition)
@@ -63,17 +66,30 @@ class Moments(NamedTuple):
     Arguments:
         mass: Σ w, ``[B, P, J]``: batch, parent sites, parent types.
         mean: Σ w V / Σ w, ``[B, P, J, R, N]``; 0 if all children have activation 0.
-        variance: Σ w (V - mean)² / Σ w, ``[B, P, J, R, N]``; None if it was not requested.
+        variance: Σ w (V - mean)² / Σ w, ``[B, P, J, R, N]``.
 
     Example:
         >>> import torch
-        >>> Moments(mass=torch.ones(2, 1, 10), mean=torch.zeros(2, 1, 10, 1, 16), variance=None).mean.shape
+        >>> mass, mean = torch.ones(2, 1, 10), torch.zeros(2, 1, 10, 1, 16)
+        >>> Moments(mass, mean, variance=mean + 1).mean.shape
         torch.Size([2, 1, 10, 1, 16])
     """
 
     mass: Float[Tensor, "B P J"]
     mean: Float[Tensor, "B P J R N"]
-    variance: Float[Tensor, "B P J R N"] | None
+    variance: Float[Tensor, "B P J R N"]
+
+
+class Means(NamedTuple):
+    """Mass and mean of the votes for each parent: `Moments` without the variance.
+
+    Arguments:
+        mass: Σ w, ``[B, P, J]``: batch, parent sites, parent types.
+        mean: Σ w V / Σ w, ``[B, P, J, R, N]``; 0 if all children have activation 0.
+    """
+
+    mass: Float[Tensor, "B P J"]
+    mean: Float[Tensor, "B P J R N"]
 
 
 class Gaussians(NamedTuple):
@@ -106,3 +122,27 @@ class Gaussians(NamedTuple):
     mean: Float[Tensor, "B P J R N"]
     variance: Float[Tensor, "B P J R N"]
     log_volume: Float[Tensor, "B P J"]
+
+
+def check_variance(agreement: Agreement) -> None:
+    """Check the numbers of an agreement with a variance."""
+    floor, inverse_temperature = agreement.variance_floor, agreement.inverse_temperature
+    if agreement.variance is None:
+        if (floor, inverse_temperature) != (0, 1):
+            raise ValueError(
+                "variance_floor and inverse_temperature in the agreement need a variance; "
+                f"got variance=None, variance_floor={floor} and inverse_temperature={inverse_temperature}"
+            )
+    elif agreement.quadratic is not None:
+        raise ValueError("the agreement has both quadratic and variance: give one of them")
+    elif isinstance(floor, Tensor) or isinstance(inverse_temperature, Tensor):
+        raise ValueError(
+            "variance_floor and inverse_temperature in the agreement must be numbers; "
+            f"got {described(floor)} and {described(inverse_temperature)}: to learn one of them, give quadratic = "
+            "inverse_temperature / (2 (variance + variance_floor)) instead of variance"
+        )
+    elif not 0 <= floor < math.inf or not 0 < inverse_temperature < math.inf:
+        raise ValueError(
+            "in the agreement, variance_floor must be a finite number of at least 0, and inverse_temperature a finite "
+            f"number above 0; got {floor} and {inverse_temperature}"
+        )

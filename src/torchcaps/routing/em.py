@@ -226,7 +226,7 @@ def _parents(
             mass, undamped, undamped_variance = votes.moments(agreement)
             mean = (1 - options.mean_damping) * undamped + options.mean_damping * cast(Tensor, agreement.centre)
             moved = torch.where(mass[..., None, None] > 0, (undamped - mean).square(), 0)
-            variance = cast(Tensor, undamped_variance) + moved
+            variance = undamped_variance + moved
             volume = log_volume(variance, floor)
         else:
             mass, mean, variance, volume = votes.gaussians(agreement, floor=floor)

@@ -9,7 +9,7 @@ from torch.nn import functional
 from torchcaps.capsules import Capsules
 from torchcaps.checks import check_iterations, check_number, check_sizes
 from torchcaps.routing.rule import LayerShape, Rule, check_transform
-from torchcaps.routing.votes import Agreement, Votes
+from torchcaps.routing.votes import Agreement, Means, Votes
 from torchcaps.routing_map import RoutingMap, added_at
 
 
@@ -113,17 +113,18 @@ class GenerativeRouting(Rule):
         check_iterations(self.iterations)
         agreement = ignore_all = None
         for later in reversed(range(self.iterations)):  # number of later iterations
-            mass, mean, variance = votes.moments(agreement, variance=later > 0)
+            found = votes.moments(agreement, variance=later > 0)
+            mass, mean = found.mass, found.mean
             more = 2 if mean.shape[3] == 1 else 1
             if ignore_all is None:
                 ignore_all = mass * mean[..., -1, -1]
             logit = mass * mean[..., 0, -more] - ignore_all
             kept = (mass / (mass + self.mass_floor))[..., None, None]
             pose = kept * mean[..., :-more]
-            if variance is None:
+            if isinstance(found, Means):
                 break
             moved = kept * (1 - kept).square() * mean[..., :-more].square()
-            precision = (kept * variance[..., :-more] + moved + self.variance_floor).reciprocal()
+            precision = (kept * found.variance[..., :-more] + moved + self.variance_floor).reciprocal()
             agreement = Agreement(
                 functional.logsigmoid(logit) + 0.5 * precision.log().sum(dim=(3, 4)),
                 quadratic=functional.pad(0.5 * precision, (0, more)),

@@ -2,7 +2,7 @@
 
 import inspect
 from numbers import Integral
-from typing import Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,8 @@ from torchcaps.kernels.memory import statistics_dtype
 from torchcaps.routing.agreement import Competition
 from torchcaps.routing.votes import Votes, in_dtype, without_autocast
 from torchcaps.routing_map import RoutingMap, check_children
+
+OwnRule = TypeVar("OwnRule", bound="Rule")
 
 
 class LayerShape(NamedTuple):
@@ -93,7 +95,7 @@ class Rule(nn.Module):
         return {name: stored[name] for name in names}
 
     @classmethod
-    def for_layer(cls, layer: LayerShape, **options: Any) -> "Rule":
+    def for_layer(cls: type[OwnRule], layer: LayerShape, **options: Any) -> OwnRule:
         """Create the rule for a layer. A layer calls this method if its ``routing`` is a name or a `Routing`."""
         return cls(**options)
 
@@ -126,6 +128,10 @@ class Rule(nn.Module):
         return_couplings: Literal[True],
         **options: Any,
     ) -> tuple[Capsules, Tensor]: ...
+    @overload
+    def forward(
+        self, children: Capsules, transform: Tensor, routing_map: RoutingMap, return_couplings: bool, **options: Any
+    ) -> Capsules | tuple[Capsules, Tensor]: ...
     def forward(
         self, children: Any, transform: Any, routing_map: Any, return_couplings: bool = False, **options: Any
     ) -> Any:
@@ -140,9 +146,10 @@ class Rule(nn.Module):
             options: further arguments of `route`, if the rule has any, such as ``parents`` of `AttentionRouting`.
 
         Raises:
-            ValueError: ``children`` or ``transform`` does not fit the map; the activation does not fit the pose (a
-                rule that ignores activations, ``weighs_activations = False``, does not check them); or
-                ``return_couplings`` is given, but the rule does not call `Votes.moments`.
+            ValueError: ``children`` or ``transform`` does not fit the map; the activation does not fit the pose, or a
+                value of it is negative (a rule that ignores activations, ``weighs_activations = False``, does not check
+                them, and values are checked on CPUs only); or ``return_couplings`` is given, but the rule does not call
+                `Votes.moments`.
             TypeError: `route` does not return `Capsules` with a pose ``[B, P, J, R, N]`` and an activation
                 ``[B, P, J]``.
         """
@@ -176,6 +183,9 @@ class Rule(nn.Module):
                 )
             parents = capsules_in_dtype(parents, dtype)
             return (parents, votes.last_couplings()) if return_couplings else parents
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in stored_options(self).items())

@@ -1,7 +1,7 @@
 """Variational Bayes routing: Ribeiro, Leontidis & Kollias 2020 (arXiv 1905.11455)."""
 
 import math
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -102,7 +102,7 @@ class VariationalBayesRouting(Rule):
         agreement = None
         for _ in range(self.iterations):
             found = votes.moments(agreement)
-            mass, variance = found.mass[..., None, None], cast(Tensor, found.variance)
+            mass, variance = found.mass[..., None, None], found.variance
             numbers = found.mean.shape[3] * found.mean.shape[4]
             counted, freedom = 1 + found.mass, numbers + 1 + found.mass
             centre = mass / (1 + mass) * found.mean

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from numbers import Real
-from typing import Any, cast
+from typing import Any, Literal, overload
 
 import torch
 from jaxtyping import Float
@@ -24,14 +24,14 @@ from torchcaps.kernels import autograd as fused
 from torchcaps.kernels.gaussian import half_precision, log_volume
 from torchcaps.kernels.memory import for_kernels, samples_in_lanes, statistics_dtype
 from torchcaps.kernels.operator import needs_the_dispatcher
-from torchcaps.routing.agreement import COMPETITIONS, Agreement, Competition, Gaussians, Moments
+from torchcaps.routing.agreement import COMPETITIONS, Agreement, Competition, Gaussians, Means, Moments, check_variance
 from torchcaps.routing.written_votes import WrittenVotes
 from torchcaps.routing_map import RoutingMap, added_at, check_children
 
-__all__ = ["Agreement", "Competition", "Gaussians", "Moments", "Votes"]
+__all__ = ["Agreement", "Competition", "Gaussians", "Means", "Moments", "Votes"]
 
 
-observer: Callable[["Votes", Agreement | None, Moments], None] | None = None
+observer: Callable[["Votes", Agreement | None, Moments | Means], None] | None = None
 """Function that is called after every pass, or None. `torchcaps.recording.recorded` sets it."""
 
 
@@ -68,30 +68,6 @@ def _plain(agreement: Agreement) -> Agreement:
     if variance is None:
         return agreement
     return Agreement(constant, linear, half_precision(variance, floor, inverse_temperature), centre)
-
-
-def _check_variance(agreement: Agreement) -> None:
-    """Check the numbers of an agreement with a variance."""
-    floor, inverse_temperature = agreement.variance_floor, agreement.inverse_temperature
-    if agreement.variance is None:
-        if (floor, inverse_temperature) != (0, 1):
-            raise ValueError(
-                "variance_floor and inverse_temperature in the agreement need a variance; "
-                f"got variance=None, variance_floor={floor} and inverse_temperature={inverse_temperature}"
-            )
-    elif agreement.quadratic is not None:
-        raise ValueError("the agreement has both quadratic and variance: give one of them")
-    elif isinstance(floor, Tensor) or isinstance(inverse_temperature, Tensor):
-        raise ValueError(
-            "variance_floor and inverse_temperature in the agreement must be numbers; "
-            f"got {described(floor)} and {described(inverse_temperature)}: to learn one of them, give quadratic = "
-            "inverse_temperature / (2 (variance + variance_floor)) instead of variance"
-        )
-    elif not 0 <= floor < math.inf or not 0 < inverse_temperature < math.inf:
-        raise ValueError(
-            "in the agreement, variance_floor must be a finite number of at least 0, and inverse_temperature a finite "
-            f"number above 0; got {floor} and {inverse_temperature}"
-        )
 
 
 class UnknownCouplings(ValueError):
@@ -164,11 +140,11 @@ class Votes:
         self._competition: Competition = competition
         self._none_of_the_above = bool(none_of_the_above)
         self._passes = int(passes)
-        batch, _, _, rows, _ = pose.shape
+        batch, sites, child_types, rows, inner = pose.shape
         _, _, types, _, columns = transform.shape
         self.parent_shape = batch, routing_map.parent_sites, types, rows, columns
         """Shape (B, P, J, R, N) of the parents' mean votes, including columns that `Rule.prepare` adds."""
-        self.child_shape = (*pose.shape,)
+        self.child_shape = batch, sites, child_types, rows, inner
         """Shape (B, S, C, R, Q) of the children's poses, including columns that `Rule.prepare` adds."""
         if self.fused:  # the kernels would copy tensors with another memory order in every pass
             self._pose, self._transform = for_kernels(self._pose), self._transform.contiguous()
@@ -195,14 +171,27 @@ class Votes:
         votes.__dict__ = {**self.__dict__, "_tokens": [], **changed}
         return votes
 
+    @overload
+    def moments(
+        self, agreement: Agreement | None = None, *, variance: Literal[True] = True, constant_couplings: bool = False
+    ) -> Moments: ...
+    @overload
+    def moments(
+        self, agreement: Agreement | None = None, *, variance: Literal[False], constant_couplings: bool = False
+    ) -> Means: ...
+    @overload
+    def moments(
+        self, agreement: Agreement | None = None, *, variance: bool, constant_couplings: bool = False
+    ) -> Moments | Means: ...
     def moments(
         self, agreement: Agreement | None = None, *, variance: bool = True, constant_couplings: bool = False
-    ) -> Moments:
+    ) -> Moments | Means:
         """Compute mass, mean and variance of the votes per parent.
 
         Arguments:
             agreement: logits of the couplings; None for uniform couplings.
-            variance: also compute the variance; without the variance, the computation is faster.
+            variance: whether to compute the variance too. If False, the result is `Means`, and its computation is
+                faster.
             constant_couplings: treat the couplings as constants, so that the agreement gets no gradient.
 
         Raises:
@@ -213,7 +202,7 @@ class Votes:
         parts = self._checked(agreement)
         if self.fused:
             mass, mean, second, *_ = self._fused(parts, variance, constant_couplings)
-            found = Moments(mass, mean, second if variance else None)
+            found: Moments | Means = Moments(mass, mean, second) if variance else Means(mass, mean)
         else:
             with without_autocast(self.device):
                 options = {"variance": variance, "constant_couplings": constant_couplings}
@@ -239,7 +228,7 @@ class Votes:
             raise ValueError(f"floor must be a finite number of at least 0; got {described(floor)}")
         if not self.fused:
             mass, mean, variance = self.moments(agreement)
-            return Gaussians(mass, mean, cast(Tensor, variance), log_volume(cast(Tensor, variance), floor))
+            return Gaussians(mass, mean, variance, log_volume(variance, floor))
         self._last[:] = [(agreement, False)]
         mass, mean, variance, _, _, _, volume = self._fused(self._checked(agreement), floor=float(floor))
         if observer is not None:
@@ -358,7 +347,7 @@ class Votes:
         if not isinstance(agreement, Agreement):
             raise ValueError(f"agreement must be an Agreement or None; got {described(agreement)}")
         *tensors, floor, inverse_temperature = agreement
-        _check_variance(agreement)
+        check_variance(agreement)
         vectors, dtype = self.parent_shape, self.dtype
         other_dtype = False
         for name, part in zip(Agreement._fields[:5], tensors, strict=True):  # PyTorch 2.9 cannot compile strict=False

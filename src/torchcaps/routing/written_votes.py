@@ -5,7 +5,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
-from torchcaps.routing.agreement import Agreement, Competition, Moments
+from torchcaps.routing.agreement import Agreement, Competition, Means, Moments
 from torchcaps.routing_map import RoutingMap
 
 
@@ -48,7 +48,9 @@ class WrittenVotes:
             child = routing_map.edges_on(pose.device)[:, 0]
             self._activation = activation[:, child].unsqueeze(1)
 
-    def moments(self, agreement: Agreement, *, variance: bool = True, constant_couplings: bool = False) -> Moments:
+    def moments(
+        self, agreement: Agreement, *, variance: bool = True, constant_couplings: bool = False
+    ) -> Moments | Means:
         """Compute mass, mean and variance of the votes per parent; see `torchcaps.Votes.moments`."""
         log_couplings, routing_map = self._log_couplings(agreement), self.routing_map
         if constant_couplings:
@@ -59,11 +61,12 @@ class WrittenVotes:
         mass = routing_map.sum_at_parents(weights.sum(dim=3))
         shares = self._shares(log_couplings)
         mean = routing_map.sum_at_parents(torch.einsum("bjec,bjecrn->bjern", shares, self._votes))
-        second = None
-        if variance:
-            squares = (self._votes - routing_map.at_edges(mean).unsqueeze(3)).square()
-            second = routing_map.sum_at_parents(torch.einsum("bjec,bjecrn->bjern", shares, squares)).transpose(1, 2)
-        return Moments(mass.transpose(1, 2), mean.transpose(1, 2), second)
+        means = Means(mass.transpose(1, 2), mean.transpose(1, 2))
+        if not variance:
+            return means
+        squares = (self._votes - routing_map.at_edges(mean).unsqueeze(3)).square()
+        second = routing_map.sum_at_parents(torch.einsum("bjec,bjecrn->bjern", shares, squares))
+        return Moments(*means, second.transpose(1, 2))
 
     def couplings(self, agreement: Agreement) -> Float[Tensor, "B J E C"]:
         """Compute the couplings ``[B, J, E, C]``, in the order of the map's edges."""
