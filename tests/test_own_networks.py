@@ -42,7 +42,7 @@ pytestmark = pytest.mark.usefixtures("untyped")
 IMAGES, LABELS = torch.rand(4, 1, 8, 8), torch.tensor([0, 1, 2, 0])
 
 
-class Small(nn.Module, Pretrained):
+class Small(Pretrained):
     """Network whose subclasses change one part. The routing rule has no annotation."""
 
     def __init__(self, image_shape=(1, 8, 8), num_classes=3, routing="dynamic"):
@@ -163,7 +163,7 @@ def test_only_a_decoder_that_is_an_option_is_left_out(small, tmp_path):
 
 
 def test_a_network_without_the_usual_arguments_is_saved_and_loaded(monkeypatch, tmp_path):
-    class Renamed(nn.Module, Pretrained):
+    class Renamed(Pretrained):
         def __init__(self, classes=3):
             super().__init__()
             self.linear = nn.Linear(64, classes)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 MOST_ITERATIONS = 1000
@@ -99,12 +100,13 @@ def check_activation(activation: Tensor, pose: Tensor) -> None:
 def check_not_negative(name: str, tensor: Tensor) -> None:
     """Check that no value of a tensor on a CPU is negative.
 
-    On other devices the values are not checked, because reading them would wait for all previous operations.
+    On other devices the values are not checked, because reading them would wait for all previous operations. They are
+    not checked while a graph is traced either.
 
     Raises:
         ValueError: a value is negative.
     """
-    if tensor.is_cpu and has_values(tensor) and tensor.numel():
+    if tensor.is_cpu and has_values(tensor) and tensor.numel() and not is_in_torch_dispatch_mode():
         least = tensor.detach().amin().item()
         if least < 0:
             raise ValueError(

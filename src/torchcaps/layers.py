@@ -13,6 +13,8 @@ from torchcaps.checks import check_number, check_shape, check_sizes, described, 
 from torchcaps.routing import LayerShape, Routing, Rule, rule_for
 from torchcaps.routing_map import Constant, RoutingMap
 
+WithCouplings = tuple[Capsules, Tensor]
+
 
 class TransformModule(nn.Module):
     """Base class of layers with transforms and a routing rule.
@@ -48,22 +50,15 @@ class TransformModule(nn.Module):
     @overload
     def forward(self, children: Capsules, return_couplings: Literal[False] = False, **options: Any) -> Capsules: ...
     @overload
-    def forward(
-        self, children: Capsules, return_couplings: Literal[True], **options: Any
-    ) -> tuple[Capsules, Tensor]: ...
+    def forward(self, children: Capsules, return_couplings: Literal[True], **options: Any) -> WithCouplings: ...
     @overload
-    def forward(
-        self, children: Capsules, return_couplings: bool, **options: Any
-    ) -> Capsules | tuple[Capsules, Tensor]: ...
-    def forward(
-        self, children: Capsules, return_couplings: bool = False, **options: Any
-    ) -> Capsules | tuple[Capsules, Tensor]:
+    def forward(self, children: Capsules, return_couplings: bool, **options: Any) -> Capsules | WithCouplings: ...
+    def forward(self, children: Capsules, return_couplings: bool = False, **options: Any) -> Capsules | WithCouplings:
         """Compute the parents ``[B, P, J, R, N]`` and, with ``return_couplings``, the couplings ``[B, J, E, C]``.
 
         The rule gets all other ``options``, such as ``parents`` of `AttentionRouting`.
         """
-        inputs = self._inputs(children)
-        return self.routing(*inputs, return_couplings=return_couplings, **options)
+        return self.routing(*self._inputs(children), return_couplings=return_couplings, **options)
 
     if TYPE_CHECKING:
         __call__ = forward
@@ -232,7 +227,7 @@ class ConvCaps(CapsuleLayer):
 
     def __init__(
         self,
-        child_grid: Sequence[int],
+        child_grid: tuple[int, int],
         child_types: int,
         parent_types: int,
         kernel_size: int,

@@ -1,6 +1,5 @@
 """The routing map: a graph that connects child sites with parent sites, with a transform for each edge."""
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -225,7 +224,7 @@ class RoutingMap:
         return self
 
     @classmethod
-    def conv(cls, child_grid: Sequence[int], kernel_size: int, stride: int = 1, padding: int = 0) -> "RoutingMap":
+    def conv(cls, child_grid: tuple[int, int], kernel_size: int, stride: int = 1, padding: int = 0) -> "RoutingMap":
         """Create a convolutional map: each parent site has edges from a window of child sites.
 
         Each position in the window has its own transform (K = kernel_size²). Sites and positions are numbered row by

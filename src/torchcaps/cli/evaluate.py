@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
@@ -63,11 +63,13 @@ def evaluate(
     from torchcaps.confusion import per_class, warn_of_one_prediction
     from torchcaps.data.files import expanded
     from torchcaps.evaluation import evaluate as evaluation_of
+    from torchcaps.recipe import Precision
     from torchcaps.run_folder import finished, read_run
     from torchcaps.scores import MeanScores, write_scores
     from torchcaps.seen_images import warn_of_seen_images
 
     check_choice("--split", split, ("test", "validation"), BadInput)
+    check_choice("--precision", precision or "auto", get_args(Precision), BadInput)
     keep_freed_memory()
     classifier, *others = (Classifier.from_pretrained(folder) for folder in runs)
     known = {one: read_run(one) for one in runs if any(os.path.lexists(one / name) for name in RUN_FILES)}
