@@ -367,7 +367,7 @@ def test_an_interruption_before_training_prints_one_line(images, tmp_path):
                 os.kill(process.pid, signal.SIGINT)
                 time.sleep(0.02)
             _, error = process.communicate()
-        assert process.returncode == 130
+        assert process.returncode == 130, error
         assert len(error.splitlines()) == 1
         begun = (tmp_path / "run" / "recipe.json").exists()
         assert error.startswith("interrupted" if begun else ("interrupted\n", "interrupted: nothing was written\n"))
