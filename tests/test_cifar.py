@@ -98,7 +98,7 @@ def test_a_wrong_archive_of_cifar100_is_refused(hundred, tmp_path, monkeypatch):
             "1 to 50,000 images of 3,074 bytes each, including the labels;",
         ),
         ({"test.bin": b""}, "test.bin must contain from 1"),
-        ({"test.bin": np.full((1, 3074), 100, np.uint8)}, "test.bin", "must be from 0 to 99; got 100"),
+        ({"test.bin": bytes([0, 100, *rows[0, 2:]])}, "test.bin", "must be from 0 to 99; got 100"),
     ):
         write(path, {**files, **changes})
         with refused(str(path), "download the archive again", *parts):

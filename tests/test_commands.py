@@ -91,6 +91,7 @@ def test_all_images_of_a_folder_are_predicted_and_written_to_a_table(call, finis
     shutil.copy(images / "left" / "000.png", folder / "deep" / "a, b.png")
     shutil.copy(images / "right" / "000.png", folder / "z.PNG")
     shutil.copy(images / "right" / "001.png", folder / ".hidden.png")
+    shutil.copytree(images / "right", folder / ".hidden")
     (folder / "notes.txt").write_text("no image")
     code, out, error = call("predict", finished[0], folder)
     assert code == 0, error

@@ -82,6 +82,15 @@ def test_images_of_some_classes_get_the_class_numbers_of_the_network(tmp_path):
     assert images.labels.tolist() == [2, 2, 1, 1]
 
 
+def test_labelled_images_are_read_from_the_named_columns_of_a_table(tmp_path):
+    new = make_images(tmp_path / "new", per_class=2)
+    rows = [f"{path},{path.parent.name}" for path in new.rglob("*.png")]
+    (tmp_path / "new.csv").write_text("\n".join(["photo,kind", *rows]))
+    columns = {"image_column": "photo", "label_column": "kind"}
+    found, _ = load_test_images(str(tmp_path / "new.csv"), ("left", "right"), **columns)
+    assert found.labels.bincount().tolist() == [2, 2]
+
+
 def test_new_images_of_a_single_class_are_evaluated(call, finished, tmp_path):
     new = make_images(tmp_path / "new", per_class=3, seed=9)
     shutil.rmtree(new / "right")

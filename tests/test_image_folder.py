@@ -128,9 +128,9 @@ def test_the_orientation_stored_by_the_camera_is_applied(tmp_path):
 
 
 def test_images_of_sixteen_bits_are_scaled_to_eight_bits(tmp_path):
-    Image.fromarray(np.array([[0, 257, 32896, 65535]], dtype=np.uint16)).save(tmp_path / "deep.png")
-    assert read_image(tmp_path / "deep.png").flatten().tolist() == [0, 1, 128, 255]
-    assert read_image(tmp_path / "deep.png", channels=3).shape == (3, 1, 4)
+    Image.fromarray(np.array([[0, 200, 257, 32896, 65400, 65535]], dtype=np.uint16)).save(tmp_path / "deep.png")
+    assert read_image(tmp_path / "deep.png").flatten().tolist() == [0, 1, 1, 128, 254, 255]
+    assert read_image(tmp_path / "deep.png", channels=3).shape == (3, 1, 6)
 
 
 def test_transparent_pixels_are_black(tmp_path):

@@ -11,6 +11,7 @@ from PIL import Image
 from image_trees import refused, save, tree, warned
 from torchcaps.data import load_image_folder, load_splits, read_image
 from torchcaps.data.image_file import decode
+from torchcaps.data.image_list import CHECKED
 
 
 def test_skipped_files_and_folders_are_named(tmp_path):
@@ -64,6 +65,16 @@ def test_images_of_twelve_bits_stored_as_sixteen_cause_a_warning(largest, bits, 
         load_image_folder(tmp_path)
     Image.fromarray(np.full((6, 8), 4096, dtype=np.uint16)).save(tmp_path / "cat" / "deep.png")
     load_image_folder(tmp_path)
+
+
+def test_dark_images_of_one_class_cause_no_warning_if_those_of_another_class_are_bright(tmp_path):
+    """Of images that stay on disk, only some are decoded for this check."""
+    for name, value in (("cat", 1_000), ("dog", 60_000)):
+        (tmp_path / name).mkdir()
+        for number in range(CHECKED + 1):
+            values = np.full((6, 8), value + number, dtype=np.uint16)
+            Image.fromarray(values).save(tmp_path / name / f"{number}.png")
+    load_splits(str(tmp_path), tmp_path, cache="none")
 
 
 @pytest.mark.parametrize("colour_type", [2, 4, 6])

@@ -314,6 +314,13 @@ def test_a_new_table_is_read_with_the_columns_of_the_training(tmp_path):
     refused(lambda: splits_for(classifier, recipe, str(other), tmp_path), "rename a column to picture")
 
 
+def test_other_images_need_no_validation_attribute_of_the_training(tmp_path):
+    tree(tmp_path, count=10)
+    classifier, recipe = trained_on("toys")
+    recipe = replace(recipe, validation_attribute="instance")
+    assert len(splits_for(classifier, recipe, str(tmp_path), tmp_path).test) == 4
+
+
 def test_only_load_splits_reads_the_validation_images_of_a_table(tmp_path):
     """`load_image_table` returns no validation images, so it ignores damaged ones."""
     tree(tmp_path, count=6)

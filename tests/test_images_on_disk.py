@@ -30,10 +30,12 @@ from torchcaps.data import (
     ImagesOnDisk,
     Preprocessing,
     Variation,
+    fingerprint,
     image_digests,
     load_splits,
     save_contact_sheet,
 )
+from torchcaps.data.fingerprint import difference
 from torchcaps.data.image_file import decode, header
 from torchcaps.environment import available_cores
 from torchcaps.errors import BadInput, DataWarning
@@ -126,7 +128,7 @@ def test_the_header_of_a_png_gives_its_size_without_its_pixels(tmp_path):
     assert (found.height, found.width) == (20, 30)
 
 
-def test_cache_auto_loads_images_into_memory_if_they_fit(tmp_path):
+def test_cache_auto_loads_images_into_memory_if_they_fit(tmp_path, monkeypatch):
     tree(tmp_path, count=4)
     images, said = loaded(tmp_path, "auto")
     assert not isinstance(images.train, ImagesOnDisk)
@@ -136,6 +138,10 @@ def test_cache_auto_loads_images_into_memory_if_they_fit(tmp_path):
     assert re.search(
         "8 decoded images of .* would take .* GB of free memory, .* decoded again .* --cache memory", said[0]
     )
+    # The images take 1,152 bytes in colour and 384 bytes in grey.
+    monkeypatch.setattr("torchcaps.data.image_list.free_memory", lambda: 1_600)
+    for options, on_disk in (({}, True), ({"channels": 1}, False), ({"image_size": (3, 4)}, False)):
+        assert isinstance(loaded(tmp_path, "auto", **options)[0].train, ImagesOnDisk) == on_disk
 
 
 def test_unknown_caches_and_named_datasets_are_refused(untyped, tmp_path):
@@ -194,6 +200,13 @@ def test_images_that_cannot_be_compared_with_the_training_images_cause_a_warning
     assert counts_seen(tmp_path / "run", test) == {"train": 0, "validation": 0}
     with pytest.warns(DataWarning, match="cannot be compared"):
         seen_in_training(tmp_path / "run", type(test)(test.pixels, test.labels, test.class_names))
+
+
+def test_the_images_of_a_run_of_an_earlier_version_are_compared_by_their_pixels(photos):
+    splits = loaded(photos, "memory")[0]
+    before = fingerprint(splits, {"checksums": "pixels"})[0]
+    del before["checksums"]  # as before it was saved
+    assert difference(before, fingerprint(splits, before)[0]) is None
 
 
 @pytest.mark.filterwarnings("ignore")

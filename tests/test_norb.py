@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchcaps import BadInput
+from torchcaps import BadInput, Classifier, PooledCNN, Preprocessing
+from torchcaps.cli.common import splits_for
 from torchcaps.data import Images, camera_rotation, load_splits, parse_norb, read_norb
 from torchcaps.data.norb import (
     KINDS,
@@ -183,7 +184,7 @@ def test_the_same_seed_renders_the_same_bytes_and_another_seed_other_bytes(tmp_p
     first, again, other = (tmp_path / name for name in ("first", "again", "other"))
     render_toys(first, progress=False)
     render_toys(again, progress=False)
-    render_toys(other, seed=1, progress=False)
+    load_toys(other, render_seed=1)
     names = sorted(path.name for path in (first / "toys").iterdir())
     files = [norb_file("toys", split, 48, kind) for split in ("train", "test") for kind in KINDS]
     assert names == sorted([*files, "toys-48x48-md5.json"])
@@ -217,6 +218,9 @@ def test_the_same_seed_renders_the_same_bytes_and_another_seed_other_bytes(tmp_p
     splits = load_splits("toys", first, size=24)
     assert splits.train.image_shape == (2, 24, 24)
     assert set(splits.validation.attributes) == {"instance", "elevation", "azimuth", "lighting"}
+    for shape in ((1, 24, 24), (2, 24, 24)):
+        network = Classifier(PooledCNN(shape, 5), train.class_names, shape, Preprocessing())
+        assert splits_for(network, None, "toys", first).test.image_shape == shape
 
 
 def test_toys_fill_the_image_without_leaving_it():
@@ -258,6 +262,11 @@ def test_camera_rotations_are_orthogonal_and_point_at_the_toy():
         place = _camera(*view)[0]
         np.testing.assert_allclose(rotation @ place, [0, 0, np.linalg.norm(place)], atol=1e-9)
         assert np.linalg.norm(place) == pytest.approx(DISTANCE, rel=0.01)
+
+
+def test_the_second_camera_is_to_the_right_of_the_first():
+    (right, _, _), (_, _, towards_second) = (camera_rotation(2, 5, camera) for camera in (0, 1))
+    assert right @ towards_second > 0.05
 
 
 def test_a_tapered_cylinder_is_narrower_at_its_top():

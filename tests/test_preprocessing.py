@@ -152,6 +152,13 @@ def test_every_part_of_the_augmentation_depends_on_seed_and_epoch():
             assert not torch.equal(part, other)
 
 
+def test_the_random_numbers_of_different_parts_of_the_augmentation_are_independent():
+    warp = Preprocessing(rotation=30.0, squeeze=0.2, erase=1).variation(seed=0, epoch=0, count=20_000).warp
+    turned = (warp[:, :1] != 0).float()
+    correlations = torch.corrcoef(torch.cat([turned, warp[:, 1:]], dim=1).T)
+    torch.testing.assert_close(correlations, torch.eye(len(correlations)), rtol=0, atol=0.05)
+
+
 def test_a_rotation_turns_half_of_the_images_about_their_centre_by_less_than_the_limit():
     image = torch.zeros(1, 1, 29, 29, dtype=torch.uint8)
     image[0, 0, 14, 20:27] = 255
