@@ -17,11 +17,12 @@ def cross_entropy_of_others(scores, labels):
 
 
 @pytest.mark.parametrize("attack", [fgsm, bim])
-def test_attacks_follow_the_gradient_of_the_given_loss(attack):
+def test_attacks_follow_the_gradient_of_the_given_loss_and_do_not_change_the_images(attack):
     network = nn.Sequential(nn.Flatten(), nn.Linear(12, 3))
     images, labels = torch.rand(8, 1, 3, 4), torch.randint(0, 3, (8,))
     towards = attack(network, images, labels, 0.1, targeted=True)
     assert torch.equal(attack(network, images, labels, 0.1, loss=cross_entropy_of_others), towards)
+    assert not images.requires_grad
 
 
 def test_bim_moves_each_pixel_by_a_small_step_at_a_time():

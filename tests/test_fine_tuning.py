@@ -10,6 +10,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from conftest import SMALL_CAPSNET, make_images, train
+from torchcaps.errors import BadInput
 from torchcaps.fine_tuning import load_matching
 from torchcaps.models import create_model
 from torchcaps.recipes import create_recipe
@@ -128,3 +129,23 @@ def test_a_finished_run_needs_its_initial_weights_no_more(call, finished, images
     code, out, error = train(call, *words, "--resume")
     assert (code, error) == (0, "")
     assert "is finished" in out
+
+
+def test_weights_of_a_rule_that_depend_on_the_classes_are_not_loaded(tmp_path):
+    """The preprocessing of the saved network is unknown, so it causes no warning."""
+    options = {"image_shape": (1, 24, 24), "convolution_channels": 8, "primary_types": 2, "routing": "self_routing"}
+    create_model("capsnet", num_classes=2, **options).save_pretrained(tmp_path)
+    recipe = create_recipe("capsnet-mnist", {"pretrained": str(tmp_path), "model.routing": "self_routing"})
+    said = load_matching(create_model("capsnet", num_classes=3, **options), recipe, ("a", "b", "c"))
+    assert "random initial values: class_capsules.transform, class_capsules.routing." in said
+
+
+def test_counters_of_batch_norm_are_no_weights_that_fit(tmp_path):
+    small, large = (
+        create_model("efficient-capsnet", channels=channels, primary_pose_size=channels[0], decoder=False)
+        for channels in ((4, 4, 4, 8), (6, 6, 6, 12))
+    )
+    small.save_pretrained(tmp_path)
+    recipe = create_recipe("efficient-capsnet-mnist", {"pretrained": str(tmp_path)})
+    with pytest.raises(BadInput, match="has no weights that fit"):
+        load_matching(large, recipe, ("a", "b", "c"))

@@ -92,6 +92,13 @@ def test_targets_and_weights_that_would_make_a_loss_negative_are_refused():
 
 
 @pytest.mark.usefixtures("untyped")
+@pytest.mark.parametrize("shape", [(4, 1), (1,)])
+def test_weights_of_another_shape_are_refused(shape):
+    with pytest.raises(ValueError, match="weights must fit the shape"):
+        margin_loss(torch.rand(4, 3), torch.tensor([0, 1, 2, 0]), weights=torch.ones(shape))
+
+
+@pytest.mark.usefixtures("untyped")
 def test_a_prediction_instead_of_its_scores_and_a_missing_reconstruction_are_refused():
     for loss in LOSSES.values():
         with pytest.raises(ValueError, match=r"scores must be a tensor .*: pass prediction\.scores"):
@@ -113,6 +120,12 @@ def test_the_cross_entropy_of_activations_is_minus_the_log_of_the_share_of_the_t
     scores, labels = torch.tensor([[0.2, 0.7, 0.3], [0.5, 2e-6, 0.5]]), torch.tensor([1, 1])
     expected = -(math.log(0.7 / 1.2) + math.log(2e-6 / 1.000002)) / 2
     assert activation_cross_entropy(scores, labels).item() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_cross_entropy_of_an_inactive_capsule_is_exact_in_half_precision(dtype):
+    loss = activation_cross_entropy(torch.tensor([[0.0, 1.0]], dtype=dtype), torch.tensor([0]))
+    assert loss.item() == pytest.approx(12 * math.log(10), abs=1e-3)
 
 
 def test_label_smoothing_spreads_a_share_of_the_target_probability_over_all_classes():

@@ -292,6 +292,7 @@ def test_a_rule_for_another_number_of_parent_types_is_refused():
             lambda: Decoder(10, 16, (1, 28, 28), hidden_sizes=(0,)),
             r"hidden_sizes must be a tuple of .*; got tuple \(0,\)",
         ),
+        (lambda: Decoder(10, 16, (1, 28, 28), hidden_sizes=512), "hidden_sizes must be a tuple of .*; got 512"),
         *(
             (lambda make=make: make(dropout=1.0), r"dropout must be in \[0, 1\); got 1.0")
             for make in (BaselineCNN, MatrixBaselineCNN)
