@@ -5,6 +5,7 @@ import shlex
 from dataclasses import replace
 from datetime import datetime
 from itertools import count
+from pathlib import Path
 
 import pytest
 import torch
@@ -116,11 +117,28 @@ def test_the_text_names_the_processes_and_the_worker_processes(call, images, mon
         assert re.search(rf"MB for a training step; {said} worker processes need additional memory\n", out)
 
 
-def test_the_time_of_the_test_is_left_out_if_there_is_no_test(monkeypatch):
-    """The clock advances by one second per step, and per image of the evaluation by 1/20 of a second."""
+@pytest.mark.parametrize(("settings", "crops"), [({}, 1), ({"crop": "20", "test_crops": "3"}, 9)])
+def test_the_time_of_the_test_is_left_out_if_there_is_no_test(settings, crops, monkeypatch):
+    """The clock advances by one second per step, and per crop of an evaluated image by 1/20 of a second."""
     monkeypatch.setattr("torchcaps.estimate.time.perf_counter", count(0.0).__next__)
-    with_test, without = (estimate(module(), SPLITS, 1, test=test) for test in (True, False))
-    assert with_test.seconds - without.seconds == pytest.approx(len(SPLITS.test) / 20)
+    with_test, without = (estimate(module(**settings), SPLITS, 1, test=test) for test in (True, False))
+    assert with_test.seconds - without.seconds == pytest.approx(crops * len(SPLITS.test) / 20)
+
+
+def test_two_devices_share_the_steps_and_the_validation(monkeypatch):
+    """The clock advances by one second per step of 10 images, and per validation image by 1/10 of a second."""
+    monkeypatch.setattr("torchcaps.estimate.time.perf_counter", count(0.0).__next__)
+    found = estimate(module(), SPLITS, 1, devices=2)
+    assert found.epoch_seconds == pytest.approx(60 / 2 / 10 + 20 / 2 / 10)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the memory of the GPU is measured")
+def test_the_memory_is_measured_without_proc_too(monkeypatch):
+    def missing(*_, **__):
+        raise FileNotFoundError
+
+    monkeypatch.setattr(Path, "read_text", missing)
+    assert estimate(module(), SPLITS, 1).memory_bytes > 100e6  # Python and torch alone need more
 
 
 def test_slow_steps_cause_one_message_and_end_the_estimate(monkeypatch):

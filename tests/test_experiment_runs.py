@@ -1,6 +1,10 @@
 """Runs of experiments: their continuation, their provenance, their figures, and data that an experiment refuses."""
 
 import json
+import os
+import runpy
+import shutil
+import subprocess
 from dataclasses import replace
 
 import pytest
@@ -8,6 +12,7 @@ import torch
 from matplotlib.figure import Figure
 
 from image_trees import tree
+from torchcaps import environment
 from torchcaps.data import Images, Splits
 from torchcaps.errors import BadInput, Diverged
 from torchcaps.experiments import EXPERIMENTS, Row, Study, run_experiment
@@ -115,3 +120,20 @@ def test_images_that_an_experiment_cannot_use_are_refused_before_the_training(
     assert f"data is '{data}', whose" in line
     assert message in line
     assert not [*(tmp_path / "runs").rglob("recipe.json")]
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+def test_the_commit_of_changed_code_is_marked(tmp_path, monkeypatch):
+    for name in [name for name in os.environ if name.startswith("GIT_")]:
+        monkeypatch.delenv(name)  # in a hook of git, they name another repository
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
+    code = tmp_path / "src" / "torchcaps" / "environment.py"
+    code.parent.mkdir(parents=True)
+    shutil.copy(environment.__file__, code)
+    git = ["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "a"]):
+        subprocess.run([*git, *words], check=True)
+    commit = runpy.run_path(str(code))["environment"]()["commit"]
+    assert len(commit) == 40
+    code.write_text(code.read_text() + "\n")
+    assert runpy.run_path(str(code))["environment"]()["commit"] == f"{commit}-modified"

@@ -1,5 +1,6 @@
 """Trainings that a signal or a callback ends, and trainings in a job of SLURM."""
 
+import json
 import os
 import shutil
 import signal
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 
 from test_run_folder import SPLITS, tiny
 from torchcaps import BadInput, PooledCNN
+from torchcaps.chosen_epoch import check_best
 from torchcaps.evaluation import evaluate
 from torchcaps.training import fit
 
@@ -83,3 +85,22 @@ def test_an_interruption_in_another_thread_is_a_keyboard_interrupt(tmp_path):
 
     with ThreadPoolExecutor(1) as thread, pytest.raises(KeyboardInterrupt):
         thread.submit(fit, tiny(2), SPLITS, tmp_path, on_epoch_end=interrupt).result()
+
+
+def check_best_of(folder, losses, epochs):
+    """Check the best weights of a finished run that was trained further, interrupted, and then lost best.ckpt."""
+    known = {"test_images": 10, "test_accuracy_percent": 50.0, "test_evaluations": 1, "classes": {}}
+    (folder / "metrics.json").write_text(json.dumps({**known, "epochs_planned": 12, "epochs": epochs, "best_epoch": 1}))
+    rows = [f"{epoch},1,1,50,{loss}" for epoch, loss in enumerate(losses, start=1)]
+    names = "epoch,seconds,train_images_per_second,validation_accuracy_percent,validation_loss"
+    (folder / "metrics.csv").write_text("\n".join([names, *rows]) + "\n")
+    check_best(folder, tiny(12), trained=len(rows))
+
+
+def test_lost_best_weights_of_a_run_that_stopped_early_are_noticed(tmp_path):
+    with pytest.raises(BadInput, match=r"best epoch \(epoch 3\) is missing"):
+        check_best_of(tmp_path, [0.5, 0.6, 0.4], epochs=2)
+
+
+def test_a_run_is_not_refused_if_its_losses_differ_only_by_their_rounding(tmp_path):
+    check_best_of(tmp_path, ["0.500001", "0.500000"], epochs=1)

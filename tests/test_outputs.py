@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import contextmanager
 
@@ -23,7 +24,7 @@ from test_image_table import png
 from test_run_folder import SPLITS, tiny
 from torchcaps import Classifier, PooledCNN, Preprocessing
 from torchcaps.batches import Batches, ImageBatches
-from torchcaps.cli import LONGEST, QUIET_SECONDS, _OneInterrupt
+from torchcaps.cli import LONGEST, LONGEST_WAIT, QUIET_SECONDS, _OneInterrupt
 from torchcaps.cli.common import print_classes
 from torchcaps.data import Images, load_image_table
 from torchcaps.data.files import atomically
@@ -117,6 +118,13 @@ def test_a_device_is_not_replaced_from_python(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ValueError, match="pipe is a folder or a device"), atomically(tmp_path / "pipe"):
         pass
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_a_file_whose_writing_fails_or_is_interrupted_leaves_no_temporary_file(error, tmp_path):
+    with pytest.raises(error), atomically(tmp_path / "scores.csv"):
+        raise error
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_full_disk_leaves_matching_weights_and_options(tmp_path):
@@ -270,6 +278,21 @@ def test_a_later_ctrl_c_interrupts_if_the_first_had_no_effect(monkeypatch):
         handler(signal.SIGINT, None)
 
 
+def test_ctrl_c_waits_only_a_limited_time_for_a_blocked_queue(monkeypatch):
+    handler, now, waiting = _OneInterrupt(), [1.0], queue.Queue()
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(threading, "Timer", lambda *_: threading.Thread())  # it sends no second signal
+
+    def blocked(_):
+        handler(signal.SIGINT, sys._getframe())
+        now[0] += LONGEST_WAIT
+        with pytest.raises(KeyboardInterrupt):
+            handler(signal.SIGINT, sys._getframe())
+
+    monkeypatch.setattr(waiting, "_put", blocked)
+    waiting.put(1)
+
+
 def test_refused_commands_leave_no_folder_behind(refused, images, finished, tmp_path, monkeypatch):
     out = tmp_path / "some" / "new" / "run"
     refused("train", "capsnet-images", "--data", tmp_path / "nothing", "--out", out)
@@ -302,6 +325,10 @@ def test_no_output_replaces_a_file_of_a_run(call, refused, images, run):
             assert says in refused(*words, "--csv", run / name)
             assert (run / name).read_bytes() == before
     assert call("predict", run, images, "--csv", run / "predictions.csv")[0] == 0
+    for name in ("recipe.json", "config.json"):  # of a run that is not finished, and of published weights
+        (run.parent / name).mkdir()
+        (run.parent / name / name).touch()
+        assert "is a file of the network in" in refused("evaluate", run, "--csv", run.parent / name / "metrics.csv")
 
 
 def test_several_processes_check_one_new_folder_at_the_same_time(tmp_path):

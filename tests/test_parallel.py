@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from conftest import ENVIRONMENT, SMALL_CAPSNET, TWO_PROCESSES, train
+from torchcaps.environment import first_process, processes
 
 MODELS = {
     "capsnet": {"convolution_channels": 4, "primary_types": 2, "class_pose_size": 4, "decoder": False},
@@ -111,6 +112,15 @@ def test_a_decoder_without_reconstruction_loss_does_not_stop_two_processes(comma
     assert done.returncode == 0, done.stderr
     assert "find_unused_parameters" not in done.stdout + done.stderr
     assert (tmp_path / "run" / "metrics.json").is_file()
+
+
+def test_processes_and_machines_are_those_of_torchrun(monkeypatch):
+    assert processes(3) == (3, 1)
+    of_second_machine = {"RANK": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}
+    for name, value in {"TORCHELASTIC_RUN_ID": "run", **of_second_machine}.items():
+        monkeypatch.setenv(name, value)
+    assert processes(1) == (2, 2)
+    assert not first_process()
 
 
 @TWO_PROCESSES
