@@ -37,10 +37,13 @@ def test_a_run_is_loaded_if_its_images_are_the_same_and_the_refusal_names_what_d
     assert study.trained("net-seed0", small("elsewhere/photos/"), SPLITS)[1] == metrics
     assert (tmp_path / "net-seed0" / "metrics.json").stat().st_mtime_ns == written
     folder, other = tmp_path / "net-seed0", replace(IMAGES, labels=IMAGES.labels.flip(0))
-    hardware = f"{folder} was started on other hardware, with"
     for changes, splits, message in (
-        ({"precision": "bf16"}, SPLITS, f"{hardware} precision=float32, not bf16: continue it there, or use another"),
-        ({"model_options": {"im2col": True}}, SPLITS, f"{hardware} model.im2col=the default, not True: continue it"),
+        ({"precision": "bf16"}, SPLITS, "with precision=float32, not bf16: continue it on the hardware and with the"),
+        (
+            {"model_options": {"im2col": True}},
+            SPLITS,
+            "with model.im2col=the default, not True: continue it",
+        ),
         ({"epochs": 2}, SPLITS, f"{folder} was started with epochs=1, not 2: use another --out"),
         ({}, Splits(IMAGES, IMAGES, other), "was started with other data (the test images, their labels or their"),
     ):

@@ -119,6 +119,7 @@ def test_an_activation_that_does_not_fit_the_pose_is_refused_by_every_rule_that_
     ):
         with pytest.raises(ValueError, match=message):
             rule(Capsules(right()["pose"], activation), right()["transform"], RoutingMap.dense(4))
+    rule(Capsules(right()["pose"], torch.full((2, 4, 3), -1e-7)), right()["transform"], RoutingMap.dense(4))
 
 
 def rule_of(name, backend):

@@ -70,7 +70,7 @@ def test_the_order_of_settings_does_not_matter_and_another_loss_starts_with_its_
         ({"model": "matrix-capsnet", "model.iterations": "1"}, "did you mean 'routing.iterations'"),
         ({"routing": "attention"}, "unknown setting 'routing'; did you mean 'model.routing'"),
         ({"routing.iteration": "1"}, "did you mean 'routing.iterations'"),
-        ({"routing.iterations": "many"}, "must be an integer, such as 3; got many"),
+        ({"routing.iterations": "many"}, "must be an integer, such as 3; got 'many'"),
         ({"routing.logits": "old"}, "routing.logits must be one of cumulative, latest"),
         ({"routing.parent_types": "3", "model.routing": "em"}, "unknown setting 'routing.parent_types'"),
         ({"routing.logits": "latest", "model.routing": "em"}, "unknown setting 'routing.logits'"),
@@ -197,7 +197,7 @@ def test_options_of_a_rule_without_annotations_have_the_types_of_their_defaults(
     monkeypatch.setitem(ROUTINGS, "own", Own)
     own = {"model.routing": "own", "routing.iterations": "2", "routing.scale": "0.5"}
     assert create_recipe("capsnet-mnist", own).routing_options == {"iterations": 2, "scale": 0.5}
-    with pytest.raises(BadInput, match=r"routing\.iterations must be an integer, such as 3; got two"):
+    with pytest.raises(BadInput, match=r"routing\.iterations must be an integer, such as 3; got 'two'"):
         create_recipe("capsnet-mnist", {**own, "routing.iterations": "two"})
 
 
@@ -205,7 +205,7 @@ def test_a_list_without_brackets_is_refused_with_the_right_notation(refused, ima
     line = refused("train", "capsnet-mnist", "--data", images, "--set", "data.image_size=48,24")
     assert "write data.image_size=[48,24]" in line
     line = refused("train", "capsnet-mnist", "--data", images, "--set", "data.channels=RGB")
-    assert line == "error: data.channels must be an integer or null; got RGB"
+    assert line == "error: data.channels must be an integer or null; got 'RGB'"
     assert create_recipe("capsnet-mnist", {"mixup": ".5", "reconstruction_weight": "0"}).mixup == 0.5
     assert "--data is empty" in refused("train", "capsnet-mnist", "--data", "")
     line = refused("train", "capsnet-mnist", "--set", "data.size=3")

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Integer
+from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn import functional
 
@@ -17,7 +17,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def input_gradient(
-    classifier: Classifier, images: Float[Tensor, "B C H W"], labels: Integer[Tensor, "B"], loss: Loss
+    classifier: Classifier, images: Float[Tensor, "B C H W"], labels: Int64[Tensor, "B"], loss: Loss
 ) -> Float[Tensor, "B C H W"]:
     """Compute the gradient of each image's loss with respect to its pixels."""
     images = images.detach().requires_grad_()
@@ -29,7 +29,7 @@ def input_gradient(
 def fgsm(
     classifier: Classifier,
     images: Float[Tensor, "B C H W"],
-    labels: Integer[Tensor, "B"],
+    labels: Int64[Tensor, "B"],
     epsilon: float,
     *,
     targeted: bool = False,
@@ -68,7 +68,7 @@ def fgsm(
 def bim(
     classifier: Classifier,
     images: Float[Tensor, "B C H W"],
-    labels: Integer[Tensor, "B"],
+    labels: Int64[Tensor, "B"],
     epsilon: float,
     *,
     steps: int = 10,
@@ -129,7 +129,7 @@ class GradientHealth(NamedTuple):
 def gradient_health(
     classifier: Classifier,
     images: Float[Tensor, "B C H W"],
-    labels: Integer[Tensor, "B"],
+    labels: Int64[Tensor, "B"],
     loss: Loss = functional.cross_entropy,
 ) -> GradientHealth:
     """Measure the gradients of the loss with respect to the images.

@@ -1,7 +1,7 @@
 """Checks of arguments. Every error message names the argument, the value that was given and the cure.
 
 Ranges have one form: "an integer from 1 to 1,000", "an integer of at least 1", "in [0, 1)", "a finite number of at
-least 0", "a finite number above 0", "a finite number".
+least 0", "a finite number above 0"; without limits, "a finite number".
 """
 
 import math
@@ -98,17 +98,17 @@ def check_activation(activation: Tensor, pose: Tensor) -> None:
 
 
 def check_not_negative(name: str, tensor: Tensor) -> None:
-    """Check that no value of a tensor on a CPU is negative.
+    """Check that no value of a tensor on a CPU is negative, except for rounding errors.
 
     On other devices the values are not checked, because reading them would wait for all previous operations. They are
-    not checked while a graph is traced either.
+    not checked while a graph is traced either. A tensor that contains NaN is accepted.
 
     Raises:
-        ValueError: a value is negative.
+        ValueError: a value is below -1e-3.
     """
     if tensor.is_cpu and has_values(tensor) and tensor.numel() and not is_in_torch_dispatch_mode():
         least = tensor.detach().amin().item()
-        if least < 0:
+        if least < -1e-3:
             raise ValueError(
                 f"{name} must be at least 0; the smallest value is {least:g}: convert logits with torch.sigmoid({name})"
             )

@@ -46,22 +46,23 @@ def environment() -> dict[str, Any]:
             versions[package] = version(package)
         except PackageNotFoundError:
             versions[package] = None
+    processor = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        processor = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), processor)
     return {
         "versions": {"python": platform.python_version(), **versions},
         "commit": _commit(),
-        "processor": processor(),
+        "processor": processor,
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
 
 
-def processor() -> str:
-    """Return the name of the processor."""
-    name = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), name)
-    return name
+def made_by_intel() -> bool:
+    """Return whether the processor is made by Intel."""
+    described = Path("/proc/cpuinfo")
+    return "GenuineIntel" in (described.read_text() if described.exists() else platform.processor())
 
 
 def available_cores() -> int:

@@ -349,7 +349,7 @@ class SharedCaps(TransformModule):
     """Capsule layer whose children share one transform per parent type, so the number of children may vary.
 
     This is the "shared" capsule layer of Su 2018. It works on images of any size. The couplings have the shape
-    ``[B, J, S·C, 1]``, because the rule gets all children as one type.
+    ``[B, J, S·C, 1]``, because every child counts as a site with one type.
 
     Arguments:
         child_pose_size: length of a child's pose (Q).

@@ -11,7 +11,7 @@ import torch
 from torchcaps.checks import MOST_ITERATIONS, check_choice, check_integer, check_number
 from torchcaps.data import Preprocessing
 from torchcaps.data.preprocessing import Standardise
-from torchcaps.environment import processor
+from torchcaps.environment import made_by_intel
 from torchcaps.errors import BadInput
 from torchcaps.losses import LOSSES, NOT_SETTINGS
 from torchcaps.options import check_kind, check_options, kinds_of, plain_options
@@ -283,10 +283,11 @@ def batch_starts(images: int, batch_size: int) -> range:
 
 
 def resolve_precision(precision: Precision) -> Literal["bf16", "float32"]:
-    """Resolve ``auto`` to bf16 if the hardware is faster in bf16, else to float32. Check the default dtype.
+    """Resolve ``auto`` to bf16 if bf16 is faster than float32 on the hardware, else to float32.
 
     bf16 is faster on NVIDIA GPUs with native bf16, on CPUs with AMX, and on AMD CPUs with AVX512-BF16. On Intel CPUs
-    with AVX512-BF16 but without AMX, convolutions are slower in bf16 than in float32.
+    with AVX512-BF16 but without AMX, convolutions are slower in bf16, so ``auto`` is float32. The default dtype of
+    PyTorch is checked too.
 
     Arguments:
         precision: auto, bf16 or float32. Both bf16 and float32 are returned unchanged.
@@ -305,6 +306,6 @@ def resolve_precision(precision: Precision) -> Literal["bf16", "float32"]:
     if torch.cuda.is_available():
         faster = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
-        avx512_bf16 = torch.cpu._is_avx512_bf16_supported() and "Intel" not in processor()
+        avx512_bf16 = torch.cpu._is_avx512_bf16_supported() and not made_by_intel()
         faster = avx512_bf16 or torch.cpu._is_amx_tile_supported()
     return "bf16" if faster else "float32"

@@ -135,9 +135,9 @@ class Study:
         if run is not None and (changed := difference(run.data, fingerprint(splits, run.data)[0])):
             raise BadInput(f"{folder} was started with other data ({changed}): use the same data, or another --out")
         if run is not None and (changed := changed_setting(run.recipe, recipe)):
-            elsewhere = changed.startswith(("precision=", "model.im2col="))  # chosen by the hardware
-            where, cure = ("on other hardware, ", "continue it there, or ") if elsewhere else ("", "")
-            raise BadInput(f"{folder} was started {where}with {changed}: {cure}use another --out")
+            chosen = changed.startswith(("precision=", "model.im2col="))  # torchcaps chooses them by the hardware
+            cure = "continue it on the hardware and with the version of torchcaps of its start, or " if chosen else ""
+            raise BadInput(f"{folder} was started with {changed}: {cure}use another --out")
         metrics = None if run is None else finished(folder, recipe)
         table = folder / "metrics.csv"
         if metrics is not None and not read_rows(table):

@@ -35,7 +35,8 @@ MODELS: dict[str, type[Pretrained]] = {
     "residual-capsnet": ResidualCapsNet,
     "timm-capsnet": TimmCapsNet,
 }
-"""All networks by name. To train your own network, derive its class from `Pretrained`, and add it.
+"""All networks by name. To train your own network, derive its class from `Pretrained`, which is a
+`torch.nn.Module`, and add it.
 
 Its constructor takes ``image_shape`` and ``num_classes``, and ``forward(images, labels=None)`` returns a `Prediction`.
 """

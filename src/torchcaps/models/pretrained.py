@@ -87,7 +87,7 @@ class Pretrained(nn.Module):
 
     if TYPE_CHECKING:
 
-        def __call__(self, images: torch.Tensor, labels: torch.Tensor | None = None) -> Prediction: ...
+        def __call__(self, images: torch.Tensor, *inputs: Any, **options: Any) -> Prediction: ...
 
     def save_pretrained(self, folder: str | Path, *, images: Mapping[str, Any] | None = None) -> None:
         """Save the network as model.safetensors and config.json.

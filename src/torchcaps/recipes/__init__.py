@@ -311,7 +311,7 @@ def _value(key: str, text: str, kind: Any, default: Any) -> Any:
     if isinstance(listed := _parsed(f"[{text}]"), list) and fits(listed, kind):
         raise BadInput(f"{key} must be {described(kind)}: write {key}=[{text}]")
     example = "" if default is None or get_origin(kind) is Literal else f", such as {json.dumps(default)}"
-    raise BadInput(f"{key} must be {described(kind)}{example}; got {text}")
+    raise BadInput(f"{key} must be {described(kind)}{example}; got {repr(text) if value == text else text}")
 
 
 def _parsed(text: str) -> Any:

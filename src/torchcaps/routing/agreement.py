@@ -86,6 +86,11 @@ class Means(NamedTuple):
     Arguments:
         mass: Σ w, ``[B, P, J]``: batch, parent sites, parent types.
         mean: Σ w V / Σ w, ``[B, P, J, R, N]``; 0 if all children have activation 0.
+
+    Example:
+        >>> import torch
+        >>> Means(mass=torch.ones(2, 1, 10), mean=torch.zeros(2, 1, 10, 1, 16)).mean.shape
+        torch.Size([2, 1, 10, 1, 16])
     """
 
     mass: Float[Tensor, "B P J"]

@@ -147,9 +147,9 @@ class Rule(nn.Module):
 
         Raises:
             ValueError: ``children`` or ``transform`` does not fit the map; the activation does not fit the pose, or a
-                value of it is negative (a rule that ignores activations, ``weighs_activations = False``, does not check
-                them, and values are checked on CPUs only); or ``return_couplings`` is given, but the rule does not call
-                `Votes.moments`.
+                value of it is negative; or ``return_couplings`` is given, but the rule does not call `Votes.moments`.
+                A rule that ignores activations, ``weighs_activations = False``, does not check them. Values are checked
+                on CPUs only.
             TypeError: `route` does not return `Capsules` with a pose ``[B, P, J, R, N]`` and an activation
                 ``[B, P, J]``.
         """

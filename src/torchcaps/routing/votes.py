@@ -95,8 +95,9 @@ class Votes:
             operations that store all votes; ``auto``: ``fused`` if the kernels can run, otherwise ``reference``.
 
     Raises:
-        ValueError: ``pose`` or ``transform`` does not fit ``routing_map``; ``activation`` does not fit ``pose``;
-            ``competition`` or ``backend`` is unknown; ``passes`` is below 1; or the fused backend cannot run.
+        ValueError: ``pose`` or ``transform`` does not fit ``routing_map``; ``activation`` does not fit ``pose``, or,
+            on a CPU, a value of it is negative; ``competition`` or ``backend`` is unknown; ``passes`` is below 1; or
+            the fused backend cannot run.
 
     Example:
         >>> pose, transform = torch.randn(2, 6, 4, 1, 8), torch.randn(6, 4, 10, 8, 16)
