@@ -83,6 +83,14 @@ def test_gradients_are_averaged_over_all_images():
     assert found["zero gradients"] == pytest.approx(together.zero) == pytest.approx(100 * 3 / 103)
 
 
+@pytest.mark.parametrize("attack", [fgsm, bim])
+def test_pixels_from_0_to_255_are_not_attacked(attack):
+    with pytest.raises(
+        ValueError, match=r"images must be in \[0, 1\]; got 0 to 255: divide pixels from 0 to 255 by 255"
+    ):
+        attack(lambda x: x.flatten(1), torch.tensor([[[[0.0, 255.0]]]]), torch.tensor([0]), 0.1)
+
+
 @pytest.mark.parametrize(
     ("attack", "options", "problem"),
     [

@@ -12,6 +12,7 @@ from torchcaps import (
     ClassCaps,
     Classifier,
     ConvCaps,
+    PooledCapsNet,
     Prediction,
     Preprocessing,
     PrimaryCaps,
@@ -151,3 +152,10 @@ def test_a_network_whose_last_capsules_are_not_one_per_class_is_refused():
 
     with pytest.raises(BadInput, match=r"the parents of the last rule, classes\.routing, are not the class capsules"):
         supports(Hidden(nn.Identity(), nn.Identity()), torch.rand(1, 12, 12))
+
+
+@pytest.mark.usefixtures("untyped")
+def test_an_image_that_is_neither_a_path_nor_pixels_is_refused():
+    model = PooledCapsNet((1, 14, 14), 3).eval()
+    with pytest.raises(BadInput, match=r"image must be a path, or pixels \[C, H, W\]; got list \[0.5\]"):
+        inspect(Classifier(model, ("ant", "bee", "cat"), (1, 14, 14), Preprocessing()), [0.5])

@@ -2,20 +2,24 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from test_run_folder import SPLITS, tiny
-from torchcaps import BadInput, PooledCNN
+from torchcaps import BadInput, Classifier, PooledCNN, Preprocessing
 from torchcaps.chosen_epoch import check_best
 from torchcaps.evaluation import evaluate
 from torchcaps.training import fit
+from torchcaps.training_module import TrainingModule
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SLURM = {"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_JOB_NAME": "train"}
@@ -85,6 +89,48 @@ def test_an_interruption_in_another_thread_is_a_keyboard_interrupt(tmp_path):
 
     with ThreadPoolExecutor(1) as thread, pytest.raises(KeyboardInterrupt):
         thread.submit(fit, tiny(2), SPLITS, tmp_path, on_epoch_end=interrupt).result()
+
+
+def test_ctrl_c_works_again_after_an_interruption_before_the_first_step(tmp_path):
+    class Interrupted(TrainingModule):
+        def configure_optimizers(self):
+            if self._trainer is not None:  # not while memory and time are estimated
+                signal.raise_signal(signal.SIGINT)
+            return super().configure_optimizers()
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        fit(tiny(1), SPLITS, tmp_path, module_class=Interrupted)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_network_is_not_evaluated_by_another_thread_while_it_is_trained(tmp_path):
+    found = []
+
+    def look(model):
+        classifier = Classifier(model, SPLITS.test.class_names, SPLITS.test.image_shape, Preprocessing())
+        assert len(classifier.predict(SPLITS.test.pixels[:1]).scores) == 1
+        with ThreadPoolExecutor(1) as thread:
+            found.append(thread.submit(classifier.predict, SPLITS.test.pixels[:1]).exception())
+            copy = replace(classifier, model=deepcopy(model))
+            found.append(thread.submit(copy.predict, SPLITS.test.pixels[:1]).exception())
+
+    fit(tiny(1), SPLITS, tmp_path, on_epoch_end=look)
+    assert "another thread trains this network" in str(found[0])
+    assert found[1] is None
+
+
+@pytest.mark.parametrize(
+    ("measured", "problem"),
+    [
+        ({"seconds": 0.0}, "on_epoch_end returned 'seconds', a column that metrics.csv already has: use another name"),
+        ({"norm": "large"}, "on_epoch_end must return a dictionary of numbers or None; got dict {'norm': 'large'}"),
+        (1.0, "on_epoch_end must return a dictionary of numbers or None; got 1.0"),
+    ],
+)
+def test_a_callback_cannot_replace_a_column_of_the_metrics(measured, problem, tmp_path):
+    with pytest.raises(BadInput, match=re.escape(problem)):
+        fit(tiny(1), SPLITS, tmp_path, on_epoch_end=lambda _: measured)
 
 
 def check_best_of(folder, losses, epochs):

@@ -220,7 +220,7 @@ def test_the_mean_recall_weights_all_classes_with_images_equally():
 
 @pytest.mark.filterwarnings("ignore")
 def test_class_weights_that_cannot_be_used_are_refused(tmp_path, monkeypatch):
-    with pytest.raises(BadInput, match=r"class_weights must be one of none, balanced.*; got balance"):
+    with pytest.raises(BadInput, match=r"class_weights must be one of none, balanced.*; got 'balance'"):
         create_recipe("capsnet-mnist", {"class_weights": "balance"})
     with pytest.raises(BadInput, match=r"unknown setting 'loss\.weights'"):
         create_recipe("capsnet-mnist", {"loss.weights": "[1, 2]"})

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from torchcaps import (
     MODELS,
+    ROUTINGS,
     Agreement,
     BadInput,
     CapsNet,
@@ -34,7 +35,7 @@ from torchcaps import (
 from torchcaps.decoder import has_optional_decoder
 from torchcaps.export import export_classifier
 from torchcaps.models import Pretrained
-from torchcaps.models.pretrained import check_loadable
+from torchcaps.models.pretrained import check_loadable, read_config
 from torchcaps.recipe import Recipe
 from torchcaps.training_module import TrainingModule
 
@@ -66,6 +67,59 @@ def module(model, **settings):
 
 def classifier_of(model):
     return Classifier(model.eval(), ("a", "b", "c"), (1, 8, 8), Preprocessing())
+
+
+class Spread(Rule):
+    """A rule without a constructor."""
+
+    def route(self, votes):
+        found = votes.moments()
+        return Capsules(found.mean, torch.exp(-found.variance.mean(dim=(3, 4))))
+
+
+def test_a_rule_without_a_constructor_is_saved(monkeypatch, small, tmp_path):
+    monkeypatch.setitem(ROUTINGS, "spread", Spread)
+    Small(routing="spread").save_pretrained(tmp_path)
+    assert type(Small.from_pretrained(tmp_path).classes.routing) is Spread
+
+
+def test_attributes_that_were_changed_after_the_creation_are_not_lost_in_silence(monkeypatch, small, tmp_path):
+    class Warm(Small):
+        def __init__(self, image_shape=(1, 8, 8), num_classes=3, temperature=1.0, routing="dynamic"):
+            super().__init__(image_shape, num_classes, routing)
+            self.temperature = temperature
+
+    monkeypatch.setitem(ROUTINGS, "spread", Spread)
+    one, other = Small(routing="spread"), Warm()
+    one.classes.routing.competition = "types"
+    other.temperature = 0.5
+    with pytest.raises(BadInput, match=r"competition is 'types' here, but would be 'parents'"):
+        one.save_pretrained(tmp_path)
+    with pytest.raises(BadInput, match=r"layer Warm \(temperature is 0\.5 here, but would be 1\.0\): undo the change"):
+        other.save_pretrained(tmp_path)
+    Warm(temperature=0.5).save_pretrained(tmp_path)
+    assert Warm.from_pretrained(tmp_path).temperature == 0.5
+
+
+def test_classes_that_were_defined_again_are_saved_under_their_names(monkeypatch, tmp_path):
+    """As in a notebook whose cell was run again."""
+
+    def defined():
+        class Rerun(Spread):
+            pass
+
+        class Again(Small):
+            pass
+
+        monkeypatch.setitem(ROUTINGS, "rerun", Rerun)
+        monkeypatch.setitem(MODELS, "again", Again)
+        return Again
+
+    network = defined()(routing="rerun")
+    defined()
+    network.save_pretrained(tmp_path)
+    assert read_config(tmp_path).model == "again"
+    assert type(MODELS["again"].from_pretrained(tmp_path).classes.routing) is ROUTINGS["rerun"]
 
 
 def test_a_layer_trains_a_copy_of_the_transforms():

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn import functional
 
-from torchcaps.checks import check_number, check_sizes
+from torchcaps.checks import bounds, check_number, check_sizes, has_values
 
 Classifier = Callable[[Tensor], Tensor]
 """Function of images ``[B, C, H, W]`` in [0, 1] that returns scores ``[B, classes]``."""
@@ -53,14 +53,14 @@ def fgsm(
         loss: function of scores and labels that returns the mean loss of the batch.
 
     Raises:
-        ValueError: ``epsilon`` is not in [0, 1].
+        ValueError: ``epsilon`` or a pixel is not in [0, 1].
 
     Example:
         >>> images = torch.full((1, 1, 1, 2), 0.5)
         >>> fgsm(lambda x: x.flatten(1), images, torch.tensor([0]), 0.25)
         tensor([[[[0.2500, 0.7500]]]])
     """
-    epsilon = _checked_epsilon(epsilon)
+    epsilon = _checked_epsilon(epsilon, images)
     step = epsilon * input_gradient(classifier, images, labels, loss).sign()
     return (images - step if targeted else images + step).clamp(0, 1)
 
@@ -91,14 +91,14 @@ def bim(
         loss: function of scores and labels that returns the mean loss of the batch.
 
     Raises:
-        ValueError: ``epsilon`` is not in [0, 1], or ``steps`` is below 1.
+        ValueError: ``epsilon`` or a pixel is not in [0, 1], or ``steps`` is below 1.
 
     Example:
         >>> images = torch.full((1, 1, 1, 2), 0.5)
         >>> bim(lambda x: x.flatten(1), images, torch.tensor([0]), 0.25)
         tensor([[[[0.2500, 0.7500]]]])
     """
-    epsilon = _checked_epsilon(epsilon)
+    epsilon = _checked_epsilon(epsilon, images)
     check_sizes(steps=steps)
     attacked = images
     for _ in range(steps):
@@ -107,8 +107,16 @@ def bim(
     return attacked
 
 
-def _checked_epsilon(epsilon: float) -> float:
+def _checked_epsilon(epsilon: float, images: Tensor) -> float:
+    """Check that ε and the images are in [0, 1]; rounding errors of the images are accepted."""
     check_number("epsilon", epsilon, "[0, 1]")
+    if has_values(images) and images.numel():
+        low, high = bounds(images)
+        if low < -1e-3 or high > 1 + 1e-3:
+            raise ValueError(
+                f"images must be in [0, 1]; got {low:g} to {high:g}: divide pixels from 0 to 255 by 255, and let the "
+                "classifier standardise images"
+            )
     return float(epsilon)
 
 

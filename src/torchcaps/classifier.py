@@ -26,8 +26,10 @@ OwnClassifier = TypeVar("OwnClassifier", bound="Classifier")
 
 _USES: dict[nn.Module, list["_Use"]] = {}
 """For each model inside `evaluating`, its uses in the order in which they began."""
+_TRAINERS: dict[nn.Module, int] = {}
+"""For each model that `fit` trains now, the thread that trains it."""
 _CHANGING = RLock()
-"""Lock for changes of `_USES` and of the modes."""
+"""Lock for changes of `_USES`, of `_TRAINERS` and of the modes."""
 
 
 @dataclass(eq=False)
@@ -43,10 +45,18 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     """Set a model to evaluation mode. At the end, each module gets its own mode back: frozen modules stay frozen.
 
     If several threads evaluate the same model, the modules get their modes back when the last thread has finished.
+
+    Raises:
+        BadInput: another thread trains the model.
     """
     use = _Use(get_ident(), {})
     try:
         with _CHANGING:
+            if _TRAINERS.get(uncompiled(model), use.thread) != use.thread:
+                raise BadInput(
+                    "another thread trains this network, and evaluation mode would disturb the training: use a copy "
+                    "of the network, made with copy.deepcopy"
+                )
             use.modes = {module: module.training for module in model.modules()}
             _USES.setdefault(uncompiled(model), []).append(use)
             model.eval()
@@ -66,11 +76,24 @@ def evaluating(model: nn.Module) -> Iterator[None]:
                 _USES[uncompiled(model)] = remaining
 
 
+@contextmanager
+def training(model: nn.Module) -> Iterator[None]:
+    """Mark a model as being trained by this thread, so that `evaluating` refuses it in other threads."""
+    with _CHANGING:
+        _TRAINERS[model] = get_ident()
+    try:
+        yield
+    finally:
+        with _CHANGING:
+            _TRAINERS.pop(model, None)
+
+
 def _forget_uses() -> None:
     """Forget the uses of threads that do not exist in a process that was just forked."""
     global _CHANGING
     _CHANGING = RLock()
     _USES.clear()
+    _TRAINERS.clear()
 
 
 if hasattr(os, "register_at_fork"):
@@ -242,8 +265,9 @@ class Classifier:
         """Predict the class of each image.
 
         The images are processed one at a time, so the scores of an image do not depend on the other images. Several
-        threads can call this method at the same time. A process that is forked after a prediction hangs in PyTorch if
-        the prediction used several CPU threads: call `predict` only after the fork, or use torch.set_num_threads(1).
+        threads can call this method at the same time, but not while another thread trains the network. A process that
+        is forked after a prediction hangs in PyTorch if the prediction used several CPU threads: call `predict` only
+        after the fork, or use torch.set_num_threads(1).
 
         Arguments:
             images: the path of an image file; a list of paths; or a uint8 tensor or array ``[N, C, H, W]`` with pixels
@@ -252,7 +276,7 @@ class Classifier:
 
         Raises:
             BadInput: a file cannot be read as an image; `images` is empty, or neither paths nor pixels; the pixels have
-                the wrong dtype or shape; or the memory runs out.
+                the wrong dtype or shape; another thread trains the network with `fit`; or the memory runs out.
             Diverged: a score is not finite.
         """
         if isinstance(images, str | Path):
@@ -303,6 +327,8 @@ class Classifier:
             if image.dtype != torch.uint8:
                 raise BadInput(f"image must be uint8 or floating-point; got {described(image)}")
             return self.preprocessing.plain(image[None]).to(weights)
+        if not isinstance(image, str | Path):
+            raise BadInput(f"image must be a path, or pixels [C, H, W]; got {described(image)}")
         return self.preprocessing.plain(self._read(Path(image))[None]).to(weights)
 
     def _checked(self, pixels: Tensor) -> Tensor:

@@ -93,7 +93,7 @@ def evaluate(
         default_root_dir=NO_FOLDER,
         logger=False,
         enable_checkpointing=False,
-        enable_progress_bar=sys.stdout.isatty(),
+        enable_progress_bar=getattr(sys.stdout, "isatty", bool)(),
         enable_model_summary=False,
     )
     preprocessing = preprocessing or Preprocessing()
@@ -141,8 +141,10 @@ class OwnHandler(Callback):
 def clear_errors(trainer: lightning.Trainer, cure: str) -> Iterator[None]:
     """Raise KeyboardInterrupt on Ctrl-C and SIGTERM, and BadInput if a worker process ends.
 
-    On Ctrl-C, Lightning raises SystemExit(1), or ValueError if the trainer does not run in the main thread.
+    On Ctrl-C, Lightning raises SystemExit(1), or ValueError if the trainer does not run in the main thread, and ignores
+    further signals.
     """
+    handler = signal.getsignal(signal.SIGINT)
     try:
         yield
         if trainer.received_sigterm:  # in the last batch
@@ -164,6 +166,9 @@ def clear_errors(trainer: lightning.Trainer, cure: str) -> Iterator[None]:
             f"a worker process ended while it decoded images ({first_line(error)}), perhaps because memory ran out: "
             f"{cure}{guard}"
         ) from error
+    finally:
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+            signal.signal(signal.SIGINT, handler)
 
 
 def accuracy_on(trainer: lightning.Trainer, module: TrainingModule, batches: DataLoader, cure: str) -> float:

@@ -193,6 +193,16 @@ def check_options(owner: str, options: Mapping[str, Any], kinds: Mapping[str, An
         check_kind(f"{owner}: {name}", value, kinds[name])
 
 
+def registered_name(kind: type, table: Mapping[str, Any]) -> str | None:
+    """Return the key of a class in `MODELS` or `ROUTINGS`, or None.
+
+    If the class was defined again, for example in a notebook, the key of its new definition is returned.
+    """
+    defined = kind.__module__, kind.__qualname__
+    again = [name for name, known in table.items() if (known.__module__, known.__qualname__) == defined]
+    return next((name for name, known in table.items() if known is kind), again[0] if again else None)
+
+
 def plain_options(owner: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Convert options to the values that they have after they are written to JSON and read again.
 

@@ -17,8 +17,10 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import nn
 
 from torchcaps.checkpoints import read_checkpoint, save_sealed
+from torchcaps.checks import described
 from torchcaps.classifier import evaluating
 from torchcaps.data.files import atomically
+from torchcaps.errors import BadInput
 from torchcaps.estimate import duration
 from torchcaps.run_folder import read_rows
 
@@ -152,7 +154,8 @@ class EpochLog(Callback):
         if self.measure is not None:
             model = cast(nn.Module, module.model)
             with evaluating(model):
-                row |= {name: f"{value:.4f}" for name, value in (self.measure(model) or {}).items()}
+                measured = self.measure(model) or {}
+            row |= _checked_columns(measured, row)
         self.rows.append(row)
         self._write()
         left = float(row["seconds"]) * ((trainer.max_epochs or 0) - trainer.current_epoch - 1)
@@ -175,3 +178,16 @@ class EpochLog(Callback):
         table.writerows(self.rows)
         with atomically(self.path) as stream:
             stream.write(text.getvalue().encode())
+
+
+def _checked_columns(measured: Any, row: Mapping[str, Any]) -> dict[str, str]:
+    """Check and format the values that `on_epoch_end` returned for additional columns of metrics.csv."""
+    try:
+        values = {name: f"{float(value):.4f}" for name, value in measured.items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise BadInput(
+            f"on_epoch_end must return a dictionary of numbers or None; got {described(measured)}"
+        ) from error
+    if known := [name for name in values if name in row]:
+        raise BadInput(f"on_epoch_end returned {known[0]!r}, a column that metrics.csv already has: use another name")
+    return values

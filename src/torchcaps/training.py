@@ -18,7 +18,7 @@ from torch import nn
 from torchcaps.batches import SplitBatches, default_workers
 from torchcaps.checkpoints import load_best, load_checkpoint, load_saved
 from torchcaps.chosen_epoch import best_epoch, check_best
-from torchcaps.classifier import Classifier
+from torchcaps.classifier import Classifier, training
 from torchcaps.compilation import check_compiled
 from torchcaps.confusion import per_class, save_confusion, warn_of_one_prediction
 from torchcaps.data import Images, Splits
@@ -244,6 +244,7 @@ def _train(
         with clear_errors(trainer, FEWER_WORKERS), ExitStack() as stack:
             if recipe.compile:
                 stack.callback(torch.compiler.reset)  # it frees the memory of the CUDA graphs
+            stack.enter_context(training(module.model))
             trainer.fit(module, data, ckpt_path=last)
         trainer.strategy.optimizers, trainer.strategy.lr_scheduler_configs = [], []
         module.zero_grad()  # the memory of optimiser and gradients is enough to read the checkpoint
@@ -308,7 +309,7 @@ def _trainer(recipe: Recipe, folder: Path, devices: int, log: EpochLog, logger: 
         callbacks.insert(2, RunCheckpoint(str(folder), "best", **rank, **same))
     if recipe.patience:
         callbacks.append(EarlyStopping(recipe))
-    show_bar = sys.stdout.isatty()
+    show_bar = getattr(sys.stdout, "isatty", bool)()
     devices, nodes = processes(devices)
     return lightning.Trainer(
         max_epochs=recipe.epochs,

@@ -21,7 +21,7 @@ from torchcaps.capsules import Prediction
 from torchcaps.data.files import as_json, atomically
 from torchcaps.errors import BadInput, first_line, unreadable
 from torchcaps.models.saved_rules import is_foreign, restore_rules, same_setting, saved_rules, settings_of
-from torchcaps.options import absent, check_options, kinds_of, plain_options
+from torchcaps.options import absent, check_options, kinds_of, plain_options, registered_name
 from torchcaps.routing import ROUTINGS
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -183,7 +183,7 @@ def model_name(kind: type) -> str:
     """Return the key of a class in `MODELS`, or the name of the class if `MODELS` does not contain the class."""
     from torchcaps.models import MODELS
 
-    return next((name for name, known in MODELS.items() if known is kind), kind.__name__)
+    return registered_name(kind, MODELS) or kind.__name__
 
 
 def local_folder(source: str | Path, revision: str | None = None, token: str | None = None) -> Path:
@@ -318,8 +318,9 @@ def check_loadable(model: Pretrained) -> tuple[dict[str, Any], dict[str, Any]]:
     for setting in [*here, *there]:
         if not same_setting(here.get(setting), there.get(setting)):
             layer, attribute = setting
-            foreign = is_foreign(type(model.get_submodule(layer)))
-            cure = f"return {attribute} in saved_options of this rule" if foreign else "undo the change of this layer"
+            of_rule = layer and is_foreign(type(model.get_submodule(layer)))
+            cure = f"return {attribute} in saved_options of this rule, " if of_rule else ""
+            cure += "undo the change of this layer"
             raise BadInput(
                 f"{kind} cannot be saved, because from_pretrained would create another layer {layer or kind} "
                 f"({attribute} is {here.get(setting)!r} here, but would be {there.get(setting)!r}): {cure}, or save "

@@ -11,9 +11,12 @@ import torch
 from torch import nn
 
 from torchcaps.errors import BadInput
-from torchcaps.options import check_kind, check_options, kinds_of, plain_options
+from torchcaps.options import check_kind, check_options, kinds_of, plain_options, registered_name
 from torchcaps.routing import ROUTINGS, Routing, Rule
 from torchcaps.routing.rule import stored_options
+
+RULE_ATTRIBUTES = ("competition", "weighs_activations", "none_of_the_above", "activation_from_mass")
+"""Attributes of `Rule` that a subclass can change."""
 
 
 def layer_rules(model: nn.Module) -> dict[str, Rule]:
@@ -27,7 +30,7 @@ def layer_rules(model: nn.Module) -> dict[str, Rule]:
 
 def _described(rule: Rule) -> dict[str, Any] | None:
     """Return the rule's name in `ROUTINGS` and its options; None if the rule is not in `ROUTINGS`."""
-    name = next((name for name, kind in ROUTINGS.items() if type(rule) is kind), None)
+    name = registered_name(type(rule), ROUTINGS)
     return None if name is None else {"rule": name, "options": plain_options(name, rule.saved_options)}
 
 
@@ -65,9 +68,10 @@ def is_foreign(kind: type) -> bool:
 def settings_of(model: nn.Module) -> dict[tuple[str, str], Any]:
     """Return the plain attributes of the layers of a network, by layer and attribute, to compare two networks.
 
-    These are the types and attributes of all layers of torch and torchcaps, and the constructor arguments that other
-    rules in `ROUTINGS` and their base classes store as attributes. The attributes ``training`` and ``backend`` are left
-    out, because they are not part of the network.
+    These are the types and attributes of all layers of torch and torchcaps; for other rules in `ROUTINGS`, the
+    constructor arguments that they and their base classes store as attributes, and the class attributes of `Rule`; and
+    the constructor arguments that another network stores as attributes. The attributes ``training`` and ``backend`` are
+    left out, because they are not part of the network.
     """
     found: dict[tuple[str, str], Any] = {}
     for name, layer in model.named_modules():
@@ -75,8 +79,10 @@ def settings_of(model: nn.Module) -> dict[tuple[str, str], Any]:
         if not is_foreign(type(layer)):
             found[name, "type"] = kind.__name__
             compared = {*vars(layer)} - {"training", "backend"}
-        elif kind in ROUTINGS.values():
-            compared = {*stored_options(cast(Rule, layer))} - {"backend"}
+        elif registered_name(kind, ROUTINGS):
+            compared = {*stored_options(cast(Rule, layer)), *RULE_ATTRIBUTES} - {"backend"}
+        elif layer is model:
+            compared = {*vars(layer)} & inspect.signature(kind).parameters.keys()
         else:
             continue
         for key in sorted(compared):

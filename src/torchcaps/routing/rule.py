@@ -86,7 +86,8 @@ class Rule(nn.Module):
         Raises:
             BadInput: an argument is not stored in this way. Parameters, buffers and modules do not count.
         """
-        names, stored = inspect.signature(type(self)).parameters, vars(self)
+        without_arguments = type(self).__init__ is nn.Module.__init__
+        names, stored = [] if without_arguments else [*inspect.signature(type(self)).parameters], vars(self)
         if missing := [name for name in names if name not in stored]:
             raise BadInput(
                 f"the routing rule {type(self).__name__} does not store the argument {missing[0]!r} of its constructor "
