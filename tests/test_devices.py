@@ -37,6 +37,17 @@ def settings():
     )
 
 
+def test_the_settings_are_restored_when_the_last_of_several_trainings_ends():
+    before, first, second = settings(), reproducible(), reproducible()
+    first.__enter__()
+    during = settings()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert settings() == during != before
+    second.__exit__(None, None, None)
+    assert settings() == before
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_training_is_deterministic_and_restores_the_settings_of_pytorch(fails, tmp_path, monkeypatch):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)

@@ -98,10 +98,13 @@ def test_ctrl_c_works_again_after_an_interruption_before_the_first_step(tmp_path
                 signal.raise_signal(signal.SIGINT)
             return super().configure_optimizers()
 
-    before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):
-        fit(tiny(1), SPLITS, tmp_path, module_class=Interrupted)
-    assert signal.getsignal(signal.SIGINT) is before
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # processes of pytest-xdist ignore Ctrl-C
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            fit(tiny(1), SPLITS, tmp_path, module_class=Interrupted)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_network_is_not_evaluated_by_another_thread_while_it_is_trained(tmp_path):

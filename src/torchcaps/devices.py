@@ -4,7 +4,8 @@ import atexit
 import math
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from threading import Lock
 from typing import Any
 
 import torch
@@ -15,6 +16,12 @@ from torchcaps.environment import processes
 from torchcaps.errors import BadInput
 from torchcaps.recipe import Recipe
 
+_LOCK = Lock()
+"""Lock for changes of `_trainings` and `_settings`."""
+_trainings = 0
+"""Number of trainings that run now."""
+_settings = ExitStack()
+"""Restores the settings of PyTorch when it is closed."""
 SMALLER_BATCHES = "use smaller batches (--batch-size), or free memory"
 """Cure in an error message if the memory runs out."""
 
@@ -58,11 +65,29 @@ def check_shares(splits: Splits, devices: int) -> None:
 def reproducible() -> Iterator[None]:
     """Use deterministic algorithms, and restore the settings of PyTorch at the end.
 
+    The settings hold for all threads of the process. If several threads train, they are restored when the last training
+    ends.
+
     An operation without a deterministic algorithm causes a warning of PyTorch. It causes an error if the user has
     called ``torch.use_deterministic_algorithms(True)`` before. Uninitialised memory is not filled, although this is
-    PyTorch's default with deterministic algorithms: filling takes time, and torchcaps never reads such memory. The
-    settings hold for all threads of the process.
+    PyTorch's default with deterministic algorithms: filling takes time, and torchcaps never reads such memory.
     """
+    global _trainings
+    with _LOCK:
+        if not _trainings:
+            _settings.enter_context(_deterministic())
+        _trainings += 1
+    try:
+        yield
+    finally:
+        with _LOCK:
+            _trainings -= 1
+            if not _trainings:
+                _settings.close()
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
     from torch._inductor import config
 
     if os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in (":4096:8", ":16:8"):

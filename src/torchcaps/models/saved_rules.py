@@ -134,7 +134,8 @@ def restore_rules(model: nn.Module, saved: Mapping[str, Any], change: Any, path:
         except (TypeError, ValueError, RuntimeError, MemoryError) as error:
             raise BadInput(f"{entry}: {error}") from error
         if missing := set(made.saved_options) - {*rule["options"], *made.later_options}:
-            raise BadInput(f"{entry} lacks the option {min(missing)!r}: save the network again")
+            cure = f"add it to later_options of {kind.__name__}, or " if is_foreign(kind) else ""
+            raise BadInput(f"{entry} lacks the option {min(missing)!r}: {cure}save the network again")
         constructed = dict(layer_rules(model)[layer].named_parameters())
         for name, parameter in made.named_parameters():
             if name in constructed and not constructed[name].requires_grad:
