@@ -19,6 +19,7 @@ from torchcaps import (
     UniformRouting,
     create_model,
 )
+from torchcaps.models.pretrained import model_name
 
 
 class Subclass(CapsNet):
@@ -196,3 +197,4 @@ def test_an_entry_of_the_models_that_is_no_class_of_networks_is_refused_by_name(
         BadInput, match=r"MODELS\['plain'\] must be a class derived from torchcaps.models.Pretrained; got "
     ):
         create_model("plain", image_shape=(1, 20, 20))
+    assert model_name(CapsNet) == "capsnet"

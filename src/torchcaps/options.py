@@ -199,8 +199,9 @@ def registered_name(kind: type, table: Mapping[str, Any]) -> str | None:
     If the class was defined again, for example in a notebook, the key of its new definition is returned.
     """
     defined = kind.__module__, kind.__qualname__
-    again = [name for name, known in table.items() if (known.__module__, known.__qualname__) == defined]
-    return next((name for name, known in table.items() if known is kind), again[0] if again else None)
+    kinds = {name: known for name, known in table.items() if isinstance(known, type)}
+    again = (name for name, known in kinds.items() if (known.__module__, known.__qualname__) == defined)
+    return next((name for name, known in kinds.items() if known is kind), next(again, None))
 
 
 def plain_options(owner: str, options: Mapping[str, Any]) -> dict[str, Any]:
