@@ -60,9 +60,7 @@ def fgsm(
         >>> fgsm(lambda x: x.flatten(1), images, torch.tensor([0]), 0.25)
         tensor([[[[0.2500, 0.7500]]]])
     """
-    epsilon = _checked_epsilon(epsilon, images)
-    step = epsilon * input_gradient(classifier, images, labels, loss).sign()
-    return (images - step if targeted else images + step).clamp(0, 1)
+    return _step(classifier, images, labels, _checked_epsilon(epsilon, images), targeted, loss)
 
 
 def bim(
@@ -102,9 +100,15 @@ def bim(
     check_sizes(steps=steps)
     attacked = images
     for _ in range(steps):
-        attacked = fgsm(classifier, attacked, labels, epsilon / steps, targeted=targeted, loss=loss)
+        attacked = _step(classifier, attacked, labels, epsilon / steps, targeted, loss)
         attacked = attacked.clamp(images - epsilon, images + epsilon)
     return attacked
+
+
+def _step(classifier: Classifier, images: Tensor, labels: Tensor, epsilon: float, targeted: bool, loss: Loss) -> Tensor:
+    """Change each pixel by ε along the sign of its gradient, and clip it to [0, 1]."""
+    step = epsilon * input_gradient(classifier, images, labels, loss).sign()
+    return (images - step if targeted else images + step).clamp(0, 1)
 
 
 def _checked_epsilon(epsilon: float, images: Tensor) -> float:

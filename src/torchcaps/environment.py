@@ -46,10 +46,8 @@ def environment() -> dict[str, Any]:
             versions[package] = version(package)
         except PackageNotFoundError:
             versions[package] = None
-    processor = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        processor = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), processor)
+    names = (line.split(":", 1)[1].strip() for line in _cpuinfo().splitlines() if line.startswith("model name"))
+    processor = next(names, platform.processor() or platform.machine())
     return {
         "versions": {"python": platform.python_version(), **versions},
         "commit": _commit(),
@@ -61,13 +59,23 @@ def environment() -> dict[str, Any]:
 
 def made_by_intel() -> bool:
     """Return whether the processor is made by Intel."""
-    described = Path("/proc/cpuinfo")
-    return "GenuineIntel" in (described.read_text() if described.exists() else platform.processor())
+    return "GenuineIntel" in (_cpuinfo() or platform.processor())
+
+
+def is_terminal(stream: Any) -> bool:
+    """Return whether a stream such as `sys.stdout` is a terminal. An object that replaces it may lack ``isatty``."""
+    return bool(getattr(stream, "isatty", bool)())
 
 
 def available_cores() -> int:
     """Return the number of processor cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _cpuinfo() -> str:
+    """Return the content of /proc/cpuinfo, or an empty string if the system does not have this file."""
+    path = Path("/proc/cpuinfo")
+    return path.read_text() if path.exists() else ""
 
 
 @cache

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from torchcaps.batches import Batches, ImageBatches, default_workers, images_per_batch
 from torchcaps.data import Images, Preprocessing
 from torchcaps.devices import SMALLER_BATCHES, clear_memory_errors
-from torchcaps.environment import under_torchrun
+from torchcaps.environment import is_terminal, under_torchrun
 from torchcaps.errors import BadInput, first_line
 from torchcaps.recipe import PRECISIONS, Precision, Recipe, resolve_precision
 from torchcaps.scores import top_5_percent
@@ -93,7 +93,7 @@ def evaluate(
         default_root_dir=NO_FOLDER,
         logger=False,
         enable_checkpointing=False,
-        enable_progress_bar=getattr(sys.stdout, "isatty", bool)(),
+        enable_progress_bar=is_terminal(sys.stdout),
         enable_model_summary=False,
     )
     preprocessing = preprocessing or Preprocessing()

@@ -32,7 +32,7 @@ from torchcaps.devices import (
     reproducible,
 )
 from torchcaps.early_stopping import EarlyStopping
-from torchcaps.environment import first_process, processes
+from torchcaps.environment import first_process, is_terminal, processes
 from torchcaps.errors import BadInput, first_line
 from torchcaps.evaluation import NO_FOLDER, OwnHandler, accuracy_on, clear_errors, cluster
 from torchcaps.fine_tuning import load_matching
@@ -309,7 +309,7 @@ def _trainer(recipe: Recipe, folder: Path, devices: int, log: EpochLog, logger: 
         callbacks.insert(2, RunCheckpoint(str(folder), "best", **rank, **same))
     if recipe.patience:
         callbacks.append(EarlyStopping(recipe))
-    show_bar = getattr(sys.stdout, "isatty", bool)()
+    show_bar = is_terminal(sys.stdout)
     devices, nodes = processes(devices)
     return lightning.Trainer(
         max_epochs=recipe.epochs,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from torchcaps.data.files import atomically
-from torchcaps.environment import environment
+from torchcaps.environment import environment, is_terminal
 from torchcaps.errors import BadInput
 from torchcaps.process_memory import peak_memory, release_free_memory, start_peak
 
@@ -82,7 +82,8 @@ def _wait_for_gpu() -> None:
 
 def progress(line: str) -> None:
     """Print a progress message to stderr; on a terminal, each message replaces the previous one."""
-    print(f"\r\033[K{line}" if sys.stderr.isatty() else line, end="" if sys.stderr.isatty() else "\n", file=sys.stderr)
+    start, end = ("\r\033[K", "") if is_terminal(sys.stderr) else ("", "\n")
+    print(f"{start}{line}", end=end, file=sys.stderr)
 
 
 def peak_bytes(work: Way) -> int:

@@ -69,7 +69,7 @@ def evaluate(
     from torchcaps.seen_images import warn_of_seen_images
 
     check_choice("--split", split, ("test", "validation"), BadInput)
-    check_choice("--precision", precision or "auto", get_args(Precision), BadInput)
+    check_choice("--precision", "auto" if precision is None else precision, get_args(Precision), BadInput)
     keep_freed_memory()
     classifier, *others = (Classifier.from_pretrained(folder) for folder in runs)
     known = {one: read_run(one) for one in runs if any(os.path.lexists(one / name) for name in RUN_FILES)}
