@@ -12,6 +12,7 @@ import torch
 
 from conftest import SMALL_CAPSNET
 from torchcaps.data import Images, Splits
+from torchcaps.errors import BadInput
 from torchcaps.estimate import Estimate, duration, estimate
 from torchcaps.recipes import create_recipe
 from torchcaps.training import fit, new_module
@@ -59,6 +60,17 @@ def test_an_estimate_does_not_change_the_final_weights(tmp_path):
     assert [epochs for epochs, _ in seen] == [1, 1]
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("with", "without")]
     assert weights[0] == weights[1]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_nothing_is_written_if_on_start_fails(tmp_path):
+    def refuse(one, epochs):
+        raise BadInput("too slow")
+
+    with pytest.raises(BadInput, match="too slow"):
+        fit(module().recipe, SPLITS, tmp_path / "run", on_start=refuse)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
+    fit(replace(module().recipe, epochs=1), SPLITS, tmp_path / "run")
 
 
 def test_the_state_consists_of_weights_gradients_and_two_moments_of_adam():

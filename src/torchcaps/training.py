@@ -96,6 +96,7 @@ def fit(
             are bit-identical to the weights of an uninterrupted run, unless a GPU operation has no deterministic
             algorithm; a warning names such an operation.
         on_start: function that is called once before the first epoch, with the module and the number of epochs left.
+            If it raises an error, nothing is written.
         on_epoch_end: function that takes the model, in evaluation mode, and is called after every epoch. If it returns
             values, they are written to metrics.csv.
         module_class: subclass of `TrainingModule` that defines loss and metric by the methods `loss_and_scores` and
@@ -151,11 +152,11 @@ def fit(
         if recipe.compile and done is None:
             print("compiling the network, and checking its gradients; this can take minutes", flush=True)
             check_compiled(module, splits)
+        if on_start is not None and done is None:
+            on_start(module, recipe.epochs - (begun.trained if begun.last else 0))
         begin_run(folder, begun)
         folders = [folder, *([Path(recipe.pretrained)] if recipe.pretrained else [])]
         warn_of_seen_images(folders, splits.test, splits.validation)
-        if on_start is not None and done is None:
-            on_start(module, recipe.epochs - (begun.trained if begun.last else 0))
         return _train(recipe, data, folder, module, devices, begun.last, **options, trained=done is not None)
 
 
