@@ -1,6 +1,7 @@
 """`recorded`: what the record contains after training, failed calls and checkpointing."""
 
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 
 import pytest
 import torch
@@ -90,6 +91,15 @@ def test_gradients_flow_through_recorded_couplings():
     votes, agreement, _ = layers[0].passes[-1]
     found = torch.autograd.grad(votes.couplings(agreement).square().sum(), layer.transform, retain_graph=True)
     torch.testing.assert_close(found, torch.autograd.grad(couplings.square().sum(), layer.transform))
+
+
+def test_a_copy_that_was_made_during_the_recording_is_not_recorded_later():
+    layer = DenseCaps(4, 3, 4, 5, 4)
+    with recorded(layer) as layers:
+        layer(CHILDREN)
+        copy = deepcopy(layer)
+    assert torch.equal(copy(CHILDREN).pose, layer(CHILDREN).pose)
+    assert [len(layer.runs) for layer in layers] == [1]
 
 
 @pytest.mark.parametrize("failed_calls", [1, 2])

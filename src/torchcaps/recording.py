@@ -144,7 +144,8 @@ def recorded(model: nn.Module) -> Iterator[list[Layer]]:
     layers: list[Layer] = []
     running: list[tuple[Layer, Capsules, int]] = []
     copied: dict[tuple[int, bool], tuple[Tensor, int, Tensor]] = {}
-    thread, handles = get_ident(), []
+    thread: int | None = get_ident()
+    handles = []
 
     def discard(module: nn.Module) -> None:
         """Remove the record of a call that has not ended."""
@@ -207,6 +208,7 @@ def recorded(model: nn.Module) -> Iterator[list[Layer]]:
             yield layers
         finally:
             routing_votes.observer = before
+            thread = None  # a copy of the model that was made meanwhile keeps the hooks
             for handle in handles:
                 handle.remove()
 
