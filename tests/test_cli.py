@@ -125,6 +125,8 @@ def test_a_run_is_trained_saved_and_evaluated_with_the_given_rule(succeeds, imag
 def test_an_unknown_name_is_refused_with_the_nearest_known_name(refused):
     assert "did you mean 'capsnet-mnist'" in refused("train", "capsnet-mnst")
     assert "did you mean 'epochs'" in refused("train", "capsnet-mnist", "--set", "epoch=3")
+    assert "did you mean 'routing.iterations'" in refused("train", "capsnet-mnist", "--set", "iterations=1")
+    assert "did you mean 'decay_rate'" in refused("train", "capsnet-mnist", "--set", "lr_decay=0.9")
     assert "--data FOLDER" in refused("train", "capsnet-images")
     assert "--data FOLDER" in refused("train", "cnn-images")
     assert "did you mean 'routing.iterations'" in refused("train", "capsnet-mnist", "--set", "routing.iteration=3")

@@ -27,6 +27,11 @@ def test_an_image_that_is_too_small_is_refused(name, size):
     create_model(name, image_shape=(1, size + 1, size + 1), **SMALL[name])
 
 
+def test_a_shape_whose_channels_come_last_is_refused_with_the_right_order():
+    with pytest.raises(BadInput, match=r"got \(32, 28, 3\): if the channels come last, use \(3, 32, 28\)"):
+        create_model("capsnet", image_shape=(32, 28, 3))
+
+
 def test_the_padded_generative_network_takes_images_of_one_pixel():
     model = create_model("generative-capsnet", image_shape=(1, 1, 1), num_classes=3, **SMALL["generative-capsnet"])
     assert model.eval()(torch.rand(2, 1, 1, 1)).scores.shape == (2, 3)

@@ -5,10 +5,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from problems import MAPS
-from torchcaps import RoutingMap
+from torchcaps import Capsules, RoutingMap, SharedCaps
 
 
 def test_edges_of_dense_and_shared_maps():
@@ -142,3 +145,40 @@ def test_a_map_created_in_inference_mode_can_be_used_in_training():
         routing_map = RoutingMap.conv((2, 2), 1)
     votes = routing_map.votes(torch.randn(1, 4, 1, 1, 2, requires_grad=True), torch.randn(1, 1, 3, 2, 2))
     votes.sum().backward()
+
+
+def test_a_shared_transform_is_not_copied_for_each_edge():
+    routing_map, transform = RoutingMap.conv((6, 6), 3), torch.randn(1, 2, 3, 4, 5)
+    shared = RoutingMap(routing_map.edges * torch.tensor([1, 1, 0]), 36, 16, 1, (4, 4))
+    pose = torch.randn(2, 36, 2, 1, 4)
+    expected = routing_map.votes(pose, transform.expand(9, -1, -1, -1, -1))
+    torch.testing.assert_close(shared.votes(pose, transform), expected)
+
+    class Sizes(TorchDispatchMode):
+        largest = 0
+
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            result = operator(*args, **(kwargs or {}))
+            self.largest = max(self.largest, *(x.numel() for x in tree_leaves(result) if isinstance(x, torch.Tensor)))
+            return result
+
+    with Sizes() as sizes:
+        votes = shared.votes(pose[:1], transform)
+    assert sizes.largest == votes.numel() < len(shared.edges) * transform.numel()
+
+
+@pytest.mark.usefixtures("untyped")
+def test_a_layer_with_a_shared_transform_is_exported_for_any_number_of_sites():
+    class Series(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = SharedCaps(4, 2, 5)
+
+        def forward(self, pose):
+            return self.layer(Capsules(pose, pose.norm(dim=(3, 4)))).pose
+
+    network, sites = Series().eval(), torch.export.Dim("sites", min=2, max=1000)
+    network.layer.routing.backend = "reference"
+    exported = torch.export.export(network, (torch.randn(2, 24, 3, 1, 4),), dynamic_shapes={"pose": {1: sites}})
+    pose = torch.randn(2, 41, 3, 1, 4)
+    torch.testing.assert_close(exported.module()(pose), network(pose))

@@ -293,8 +293,9 @@ def test_a_target_that_is_not_a_class_index_is_refused(name):
 
 @pytest.mark.usefixtures("untyped")
 def test_one_label_for_several_images_is_refused():
-    with pytest.raises(ValueError, match=r"labels must be integers \[3\]"):
-        CapsNet(**TINY)(torch.rand(3, 1, 20, 20), torch.tensor([1]))
+    for labels, message in ((torch.tensor([1]), ""), (torch.eye(3), r".* \[3, 3\]: .*labels\.argmax\(dim=1\)")):
+        with pytest.raises(ValueError, match=rf"labels must be integers \[3\]{message}"):
+            CapsNet(**TINY)(torch.rand(3, 1, 20, 20), labels)
 
 
 @pytest.mark.usefixtures("untyped")

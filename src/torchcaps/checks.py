@@ -228,4 +228,4 @@ def check_choice(name: str, value: Any, allowed: Collection[Any], error: type[Va
 
 def _is_integer(value: Any) -> bool:
     # The first test is faster: Integral is an abstract class.
-    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
+    return type(value) is int or (isinstance(value, Integral | torch.SymInt) and not isinstance(value, bool))

@@ -296,6 +296,11 @@ class Classifier:
         if not scores:
             raise BadInput("images is empty: give at least one image")
         answers = torch.stack(scores)
+        if answers.ndim != 2:
+            raise BadInput(
+                f"the scores of {type(self.model).__name__} must be [B, classes]; got {list(answers.shape)}: call the "
+                "network itself, and export it with torch.export or torch.onnx.export"
+            )
         check_finite(answers, self.model)
         return Answer([self.class_names[index] for index in answers.argmax(dim=1).tolist()], answers)
 

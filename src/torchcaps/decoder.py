@@ -72,7 +72,11 @@ class Decoder(nn.Module):
                 f"pose must be [B, 1, {self.num_classes}, R, N] with R·N = {self.pose_size}; got {described(pose)}"
             )
         if not isinstance(labels, Tensor) or labels.shape != pose.shape[:1]:
-            raise ValueError(f"labels must be integers [{pose.shape[0]}], one class per pose; got {described(labels)}")
+            one_hot_labels = isinstance(labels, Tensor) and labels.ndim == 2
+            cure = ": convert one-hot labels with labels.argmax(dim=1)" if one_hot_labels else ""
+            raise ValueError(
+                f"labels must be integers [{pose.shape[0]}], one class per pose; got {described(labels)}{cure}"
+            )
         visible = pose * one_hot(labels, self.num_classes, "labels").to(pose)[:, None, :, None, None]
         weight = self.layers[0].weight  # a method, if the layer is quantized
         dtype = weight.dtype if isinstance(weight, Tensor) else torch.float32

@@ -80,7 +80,8 @@ def reconstruction_loss(
         images: ``[B, channels, height, width]``, the images to reconstruct, in [0, 1].
 
     Raises:
-        ValueError: ``reconstruction`` is not a tensor, or has another shape than ``images``.
+        ValueError: ``reconstruction`` is not a tensor, or has another shape than ``images``; or ``images`` is not a
+            floating-point tensor.
 
     Example:
         >>> import torch
@@ -91,6 +92,8 @@ def reconstruction_loss(
         raise ValueError(
             f"reconstruction must be a tensor; got {described(reconstruction)}: create the network with a decoder"
         )
+    if not images.is_floating_point():
+        raise ValueError(f"images must be in [0, 1]; got {described(images)}: scale the pixels, as in images / 255")
     _check_shape("reconstruction", reconstruction, images.shape, "images")
     dtype = torch.promote_types(torch.promote_types(reconstruction.dtype, images.dtype), torch.float32)
     return (reconstruction.to(dtype) - images.to(dtype)).square().flatten(1).sum(dim=1).mean()

@@ -97,7 +97,7 @@ class Recipe:
         decay_rate: factor by which the exponential schedule multiplies the learning rate every ``decay_steps`` steps,
             above 0.
         decay_steps: number of steps over which the exponential schedule multiplies the learning rate by ``decay_rate``,
-            at least 1. The learning rate changes a little in every step.
+            at least 1. The learning rate changes a little in every step. One epoch has as many steps as batches.
         warm_up_epochs: number of epochs at the start of training, at least 0, in which the scheduled learning rate is
             multiplied by a factor that rises linearly from 0 to 1.
         mixup: α of mixup (Zhang et al. 2018, arXiv 1710.09412); 0 is off. Each image is mixed with another image of the

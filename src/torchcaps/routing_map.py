@@ -281,8 +281,10 @@ class RoutingMap:
         """
         self.check(pose, transform)
         child, _, kernel = self.edges_on(pose.device).unbind(1)
-        at_edges = pose.index_select(1, child), transform.index_select(0, kernel)
-        return torch.einsum("becrq,ecjqn->bjecrn", *at_edges).contiguous()
+        at_edges = pose.index_select(1, child)
+        if self.transforms == 1:
+            return torch.einsum("becrq,cjqn->bjecrn", at_edges, transform[0]).contiguous()
+        return torch.einsum("becrq,ecjqn->bjecrn", at_edges, transform.index_select(0, kernel)).contiguous()
 
     def check(self, pose: Tensor, transform: Tensor) -> None:
         """Check that the shapes of pose ``[B, S, C, R, Q]`` and transform ``[K, C, J, Q, N]`` match the map.
@@ -356,7 +358,7 @@ class RoutingMap:
     def at_edges(self, values: Float[Tensor, "B J P *rest"]) -> Float[Tensor, "B J E *rest"]:
         """Copy the value of each parent site to its incoming edges."""
         if self.parent_sites == 1:
-            return values.expand(*values.shape[:2], len(self.edges), *values.shape[3:])
+            return values.expand(*values.shape[:2], self.edges.shape[0], *values.shape[3:])
         return values.index_select(2, self.edges_on(values.device)[:, 1])
 
     def largest_at_parents(self, values: Float[Tensor, "B J E C"]) -> Float[Tensor, "B J P"]:

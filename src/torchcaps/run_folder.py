@@ -63,7 +63,8 @@ def read_run(folder: Path) -> Run:
     """
     path = folder / "recipe.json"
     if not folder.is_dir():
-        raise BadInput(f"{folder} does not exist: give a run folder of `torchcaps train`")
+        problem = "is a file" if folder.exists() else "does not exist"
+        raise BadInput(f"{folder} {problem}: give a run folder of `torchcaps train`")
     if not path.is_file():
         raise BadInput(f"{folder} has no recipe.json: give a run folder of `torchcaps train`")
     try:

@@ -16,6 +16,7 @@ from torchcaps.models.matrix import MatrixBaselineCNN, MatrixCapsNet
 from torchcaps.models.pooled import PooledCapsNet, PooledCNN
 from torchcaps.models.pretrained import Pretrained
 from torchcaps.models.residual import ResidualCapsNet
+from torchcaps.models.saved_rules import is_foreign
 from torchcaps.models.self_routing import SelfRoutingCapsNet
 from torchcaps.models.timm_backbone import TimmCapsNet
 from torchcaps.options import check_options, kinds_of
@@ -118,7 +119,7 @@ def built(name: str, kind: type[Pretrained], options: Mapping[str, Any]) -> Pret
     counts = {
         key: [value] if isinstance(value, int) else value
         for key, value in options.items()
-        if isinstance(value, int | list | tuple) and not isinstance(value, bool)
+        if isinstance(value, int | list | tuple) and not isinstance(value, bool) and not is_foreign(kind)
     }
     parameters = inspect.signature(kind).parameters
     for key, values in counts.items():

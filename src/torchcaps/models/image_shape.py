@@ -26,6 +26,11 @@ def check_image_shape(network: str, image_shape: Sequence[int], smallest: int) -
         raise BadInput(str(error)) from None
     channels, height, width = map(int, image_shape)
     if min(height, width) < smallest:
+        if width < smallest <= min(channels, height):
+            raise BadInput(
+                f"image_shape must be (channels, height, width) with at least {smallest}×{smallest} pixels; got "
+                f"{(channels, height, width)}: if the channels come last, use {(width, channels, height)}"
+            )
         raise BadInput(
             f"images for {network} must be at least {smallest}×{smallest} pixels; got {height}×{width}: make them "
             f"larger (with `torchcaps train`: --set data.image_size={smallest})"

@@ -20,7 +20,7 @@ from torch import nn
 from torchcaps.capsules import Prediction
 from torchcaps.data.files import as_json, atomically
 from torchcaps.errors import BadInput, first_line, unreadable
-from torchcaps.models.saved_rules import is_foreign, restore_rules, same_setting, saved_rules, settings_of
+from torchcaps.models.saved_rules import cure_of, is_foreign, restore_rules, same_setting, saved_rules, settings_of
 from torchcaps.options import absent, check_options, kinds_of, plain_options, registered_name
 from torchcaps.routing import ROUTINGS
 
@@ -195,6 +195,11 @@ def local_folder(source: str | Path, revision: str | None = None, token: str | N
     folder = Path(source)
     if folder.is_dir():
         return folder
+    if folder.exists():
+        raise BadInput(
+            f"{source} is a file: give a run folder of `torchcaps train` or a folder of weights; to use the state_dict "
+            "of another program, create the network and call its load_state_dict"
+        )
     if isinstance(source, Path) or not REPOSITORY.fullmatch(source):
         raise BadInput(f"{source} does not exist: give a run folder of `torchcaps train` or a folder of weights")
     from huggingface_hub import snapshot_download
@@ -318,13 +323,10 @@ def check_loadable(model: Pretrained) -> tuple[dict[str, Any], dict[str, Any]]:
     for setting in [*here, *there]:
         if not same_setting(here.get(setting), there.get(setting)):
             layer, attribute = setting
-            of_rule = layer and is_foreign(type(model.get_submodule(layer)))
-            cure = f"return {attribute} in saved_options of this rule, " if of_rule else ""
-            cure += "undo the change of this layer"
             raise BadInput(
                 f"{kind} cannot be saved, because from_pretrained would create another layer {layer or kind} "
-                f"({attribute} is {here.get(setting)!r} here, but would be {there.get(setting)!r}): {cure}, or save "
-                "model.state_dict()"
+                f"({attribute} is {here.get(setting)!r} here, but would be {there.get(setting)!r}): "
+                f"{cure_of(model, layer, attribute)}, or save model.state_dict()"
             )
     return options, routing
 

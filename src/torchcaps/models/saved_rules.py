@@ -1,5 +1,6 @@
 """Saving and loading of the routing rules of a network: name and options of the rule of each layer."""
 
+import hashlib
 import inspect
 import math
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from torchcaps.errors import BadInput
 from torchcaps.options import check_kind, check_options, kinds_of, plain_options, registered_name
 from torchcaps.routing import ROUTINGS, Routing, Rule
 from torchcaps.routing.rule import stored_options
+from torchcaps.routing_map import RoutingMap
 
 RULE_ATTRIBUTES = ("competition", "weighs_activations", "none_of_the_above", "activation_from_mass")
 """Attributes of `Rule` that a subclass can change."""
@@ -69,12 +71,13 @@ def settings_of(model: nn.Module) -> dict[tuple[str, str], Any]:
     """Return the plain attributes of the layers of a network, by layer and attribute, to compare two networks.
 
     These are the types and attributes of all layers of torch and torchcaps; for other rules in `ROUTINGS`, the
-    constructor arguments that they and their base classes store as attributes, and the class attributes of `Rule`; and
-    the constructor arguments that another network stores as attributes. The attributes ``training`` and ``backend`` are
-    left out, because they are not part of the network.
+    constructor arguments that they and their base classes store as attributes, and the class attributes of `Rule`; the
+    constructor arguments that another network stores as attributes; and a checksum of every routing map that a layer
+    stores. The attributes ``training`` and ``backend`` are left out, because they are not part of the network.
     """
     found: dict[tuple[str, str], Any] = {}
     for name, layer in model.named_modules():
+        found |= {(name, key): _checksum(value) for key, value in vars(layer).items() if isinstance(value, RoutingMap)}
         kind = nn.Conv2d if isinstance(layer, nn.Conv2d) else type(layer)  # Im2colConv2d computes the same
         if not is_foreign(type(layer)):
             found[name, "type"] = kind.__name__
@@ -90,6 +93,21 @@ def settings_of(model: nn.Module) -> dict[tuple[str, str], Any]:
             if key[0] != "_" and _is_plain(value):
                 found[name, key] = value
     return found
+
+
+def _checksum(routing_map: RoutingMap) -> str:
+    sizes = routing_map.child_sites, routing_map.parent_sites, routing_map.transforms, *routing_map.parent_grid
+    digest = hashlib.sha256(f"{sizes}".encode() + routing_map.edges.cpu().numpy().tobytes()).hexdigest()
+    return f"a map of {len(routing_map.edges)} edges with checksum {digest[:8]}"
+
+
+def cure_of(model: nn.Module, layer: str, attribute: str) -> str:
+    """Return what to do if a setting of a layer would differ in the loaded network, as part of an error message."""
+    changed = model.get_submodule(layer)
+    if isinstance(getattr(changed, attribute, None), RoutingMap):
+        return "create the map from the arguments of the constructor, or from a seeded torch.Generator"
+    of_rule = layer and is_foreign(type(changed))
+    return (f"return {attribute} in saved_options of this rule, " if of_rule else "") + "undo the change of this layer"
 
 
 def same_setting(one: Any, other: Any) -> bool:

@@ -163,8 +163,10 @@ def create_recipe(name: str, settings: Mapping[str, str] | None = None) -> Recip
                 if key == "loss":
                     changed.setdefault("margin_schedule", "none")
         else:
-            meant = {"lr": "learning_rate", "from": "pretrained"}.get(key, key)
-            raise BadInput(f"unknown setting {key!r}{nearest(meant, [*sorted(plain), *GROUPS])}")
+            meant = {"lr": "learning_rate", "from": "pretrained", "lr_decay": "decay_rate"}.get(key, key)
+            grouped = [each for each, *_ in settings_of(recipe) if each.endswith(f".{key}")]
+            known = [*sorted(plain), *GROUPS, *grouped]
+            raise BadInput(f"unknown setting {key!r}{nearest(grouped[0] if grouped else meant, known)}")
     changed = {key: value for key, value in changed.items() if value != getattr(recipe, key)}
     created = replace(recipe, **changed, **_routing_options(recipe, changed, of_routing))
     _check_effects(created, settings)

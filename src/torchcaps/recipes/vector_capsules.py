@@ -12,7 +12,8 @@ def capsnet_mnist() -> Recipe:
     batches of 128 and multiplies the learning rate by 0.96 every 2,000 steps. This recipe trains for only 10 epochs. A
     short training needs more steps per epoch and a low learning rate at the end. The recipe therefore uses batches of
     64 and multiplies the learning rate by 0.96 every 160 steps. For the authors' batches and decay, use ``--batch-size
-    128 --set decay_steps=2000 --epochs 100``.
+    128 --set decay_steps=2000 --epochs 100``. The authors' code also differs from the paper: each parent has a learned
+    bias, and the margin loss has half the weight.
     """
     return Recipe(
         name="capsnet-mnist",
