@@ -5,6 +5,8 @@ import math
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from torchcaps import RoutingMap
 from torchcaps.testing import Case
@@ -241,3 +243,15 @@ def em_routing_in_loops(
         for (e, c, j), r in used.items():
             couplings[b, j, e, c] = r
     return means, variances, activations, couplings
+
+
+class LargestResult(TorchDispatchMode):
+    """Mode that records the largest number of elements in a result of PyTorch's operators."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        result = operator(*args, **(kwargs or {}))
+        tensors = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+        self.largest = max([self.largest, *(x.numel() for x in tensors)])
+        return result

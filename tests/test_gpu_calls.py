@@ -8,7 +8,7 @@ import torch
 
 from gpu_problems import POSES, SMALL, problem
 from problems import far, full_problem
-from torchcaps import Capsules, dynamic_routing, em_routing
+from torchcaps import Capsules, DynamicRouting, EMRouting, dynamic_routing, em_routing
 from torchcaps.kernels import _cpu
 from torchcaps.kernels import moments as operators
 from torchcaps.kernels.memory import for_kernels, has_strides, sample_stride, samples_last_strides
@@ -51,6 +51,24 @@ def test_half_precision_without_the_dispatcher_equals_the_reference(direct):
         passes_of_em(tensors, direct, "fused"), passes_of_em(tensors, "cpu", "reference"), strict=True
     ):
         assert far(found, right) < 0.02
+
+
+@pytest.mark.skipif(_cpu is None and not torch.cuda.is_available(), reason="the operators are not built")
+@pytest.mark.parametrize("rule", [DynamicRouting, EMRouting])
+def test_couplings_of_half_precision_children_have_gradients(direct, rule):
+    pose, activation, transform, *_ = (
+        x.to(direct).bfloat16() for x in full_problem(SMALL, 3, POSES["vector"], child_types=2, batch=2)
+    )
+    pose.requires_grad_()
+    kinds = {"parent_types": 3} if rule is EMRouting else {}
+    results = []
+    for backend in ("fused", "reference"):
+        routing = rule(**kinds, backend=backend).to(direct)
+        _, couplings = routing(Capsules(pose, activation), transform, SMALL, return_couplings=True)
+        assert couplings.dtype == torch.float32
+        results += [couplings.detach().cpu(), torch.autograd.grad(couplings.square().sum(), pose)[0].float().cpu()]
+    torch.testing.assert_close(results[0], results[2], rtol=0.02, atol=0.02)
+    assert far(results[1], results[3]) < 0.05
 
 
 @pytest.mark.skipif(_cpu is None and not torch.cuda.is_available(), reason="the operators are not built")

@@ -7,10 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from problems import MAPS
+from problems import MAPS, LargestResult
 from torchcaps import Capsules, RoutingMap, SharedCaps
 
 
@@ -154,17 +152,9 @@ def test_a_shared_transform_is_not_copied_for_each_edge():
     expected = routing_map.votes(pose, transform.expand(9, -1, -1, -1, -1))
     torch.testing.assert_close(shared.votes(pose, transform), expected)
 
-    class Sizes(TorchDispatchMode):
-        largest = 0
-
-        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-            result = operator(*args, **(kwargs or {}))
-            self.largest = max(self.largest, *(x.numel() for x in tree_leaves(result) if isinstance(x, torch.Tensor)))
-            return result
-
-    with Sizes() as sizes:
+    with LargestResult() as results:
         votes = shared.votes(pose[:1], transform)
-    assert sizes.largest == votes.numel() < len(shared.edges) * transform.numel()
+    assert results.largest == votes.numel() < len(shared.edges) * transform.numel()
 
 
 @pytest.mark.usefixtures("untyped")

@@ -9,12 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torchmetrics.classification import MulticlassConfusionMatrix
 
 from image_trees import tree
+from problems import LargestResult
 from torchcaps import BadInput, Classifier, create_model
-from torchcaps.confusion import save_confusion
+from torchcaps.confusion import ConfusionMatrix, save_confusion
 from torchcaps.data import Images, Preprocessing
 from torchcaps.data.image_files import ImageFiles, Paths
+from torchcaps.devices import reproducible
 from torchcaps.evaluation import evaluate
 from torchcaps.scores import BINS, MeanScores, calibration_error_percent, probabilities, top_5_percent, write_scores
 
@@ -198,6 +201,19 @@ def test_the_written_scores_equal_those_of_the_classifier(call, finished, tmp_pa
     written = torch.tensor([[float(row[f"score {name}"]) for name in ("left", "right")] for row in of_left])
     assert len(written) == 8
     assert (written[:, None] - known).abs().amax(dim=2).amin(dim=1).max() < 1e-4
+
+
+@pytest.mark.parametrize("shape", [(50,), (50, 2)])
+def test_counting_predictions_needs_no_more_memory_than_the_confusion_matrix(shape):
+    predicted, labels = torch.randint(12, shape), torch.randint(12, shape)
+    expected = MulticlassConfusionMatrix(12)
+    expected.update(predicted, labels)
+    found = ConfusionMatrix(12)
+    with reproducible(), LargestResult() as results:
+        assert torch.are_deterministic_algorithms_enabled()
+        found.update(predicted, labels)
+    assert results.largest <= 144
+    assert torch.equal(found.compute(), expected.compute())
 
 
 def test_the_picture_of_a_confusion_matrix_shows_the_numbers_of_images(tmp_path):

@@ -5,14 +5,29 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from jaxtyping import Int64
 from torch import Tensor
+from torchmetrics.classification import MulticlassConfusionMatrix
 
 from torchcaps.data.files import write_picture
 from torchcaps.errors import DataWarning, caption
 
 MOST_NUMBERED = 20
 """Largest number of classes for which the picture shows every count as a number."""
+
+
+class ConfusionMatrix(MulticlassConfusionMatrix):
+    """Confusion matrix of torchmetrics that needs little memory while PyTorch's algorithms are deterministic.
+
+    The method of the base class would then create a tensor with batch size · K² numbers.
+    """
+
+    def update(self, preds: Tensor, target: Tensor) -> None:
+        """Add the predicted and the true class of several images."""
+        matrix: Any = self.confmat
+        pairs = (target * self.num_classes + preds).flatten()
+        matrix += torch.bincount(pairs, minlength=matrix.numel()).view_as(matrix)
 
 
 def per_class(confusion: Int64[Tensor, "K K"], class_names: Sequence[str]) -> dict[str, dict[str, Any]]:

@@ -1,5 +1,6 @@
 """Estimate the memory and the time of a training run from a few real steps."""
 
+import gc
 import json
 import shlex
 import statistics
@@ -196,6 +197,7 @@ def print_estimate(
     workers = here * machines * (default_workers(splits.train, here) if workers is None else workers)
     sizes = {"devices": here * machines, "workers": workers}
     found = estimate(module, splits, epochs, **sizes, test=test, say=partial(print, flush=True))
+    gc.collect()  # the module that the estimate has trained is part of a reference cycle
     release_free_memory()  # the training would add its memory to the memory of the estimate
     print(found.text(epochs, datetime.now()), flush=True)
     if parameters <= MOST_PARAMETERS and found.seconds > MOST_SECONDS and module.recipe.data not in DATASETS:

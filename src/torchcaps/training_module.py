@@ -13,12 +13,12 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torchmetrics import CatMetric, MeanMetric
-from torchmetrics.classification import MulticlassConfusionMatrix
 
 from torchcaps.batches import SplitBatches
 from torchcaps.capsules import Prediction
 from torchcaps.checks import described
 from torchcaps.classifier import check_finite
+from torchcaps.confusion import ConfusionMatrix
 from torchcaps.convolution import use_channels_last
 from torchcaps.data import Images
 from torchcaps.errors import BadInput, Diverged
@@ -70,7 +70,7 @@ class TrainingModule(lightning.LightningModule):
                 f"early_epochs is {recipe.early_epochs}, but no routing rule of model {recipe.model} has iterations: "
                 "set early_epochs=0"
             )
-        self.confusion = MulticlassConfusionMatrix(num_classes)
+        self.confusion = ConfusionMatrix(num_classes)
         self.validation_loss = MeanMetric()  # for several processes, `log` would round the mean number of images
         self.gathered = CatMetric(nan_strategy="disable")
         self.register_buffer("class_weights", class_weights, persistent=False)

@@ -77,7 +77,8 @@ def settings_of(model: nn.Module) -> dict[tuple[str, str], Any]:
     """
     found: dict[tuple[str, str], Any] = {}
     for name, layer in model.named_modules():
-        found |= {(name, key): _checksum(value) for key, value in vars(layer).items() if isinstance(value, RoutingMap)}
+        maps = {key: value for key, value in vars(layer).items() if isinstance(value, RoutingMap) and key[0] != "_"}
+        found |= {(name, key): _checksum(value) for key, value in maps.items()}
         kind = nn.Conv2d if isinstance(layer, nn.Conv2d) else type(layer)  # Im2colConv2d computes the same
         if not is_foreign(type(layer)):
             found[name, "type"] = kind.__name__

@@ -311,7 +311,7 @@ class Votes:
     def materialised(self) -> Float[Tensor, "B J E C R N"]:
         """Compute and return all votes. The result has B·J·E·C·R·N elements."""
         with without_autocast(self.device):
-            return self.routing_map.votes(self._pose, self._transform)
+            return self.routing_map.votes(in_dtype(self._pose, self.dtype), in_dtype(self._transform, self.dtype))
 
     def last_couplings(self) -> Float[Tensor, "B J E C"]:
         """Compute the couplings of the last call of `moments`: constants if it had ``constant_couplings=True``.
@@ -336,7 +336,9 @@ class Votes:
     def _written_out(self) -> WrittenVotes:
         graph = torch.is_grad_enabled()
         if self._written is None or (graph and not self._written[0]):  # votes made without gradients lack the graph
-            children = self._pose, self._activation, self._transform
+            pose, transform = in_dtype(self._pose, self.dtype), in_dtype(self._transform, self.dtype)
+            activation = None if self._activation is None else in_dtype(self._activation, self.dtype)
+            children = pose, activation, transform
             options = self.routing_map, self._competition, self._none_of_the_above
             self._written = graph, WrittenVotes(*children, *options)
         return self._written[1]
