@@ -27,6 +27,13 @@ def test_the_version_is_printed(command):
     assert (done.returncode, done.stdout) == (0, f"torchcaps {__version__}\n")
 
 
+def test_the_module_runs_without_docstrings_too():
+    words = [sys.executable, "-OO", "-m", "torchcaps", "recipes", "capsnet-mnist"]
+    done = subprocess.run(words, capture_output=True, text=True, env=ENVIRONMENT, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "learning_rate" in done.stdout
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_setting_of_a_recipe_has_a_value_and_a_meaning(name):
     recipe = create_recipe(name)

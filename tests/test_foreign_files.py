@@ -1,13 +1,14 @@
 """Files that somebody else made or changed do no harm, and are refused in one line."""
 
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from conftest import SMALL_CAPSNET
+from conftest import SMALL_CAPSNET, train
 from torchcaps import BadInput, Classifier, PooledCapsNet
 from torchcaps.checkpoints import read_checkpoint, save_sealed
 from torchcaps.data import Preprocessing
@@ -41,6 +42,34 @@ def test_a_resumed_run_removes_no_other_files(changed, succeeds, images, tmp_pat
     assert mine.read_text() == "precious"
     assert (folder / "recipe.json").is_file()
     assert (folder / "model.safetensors").is_file()
+
+
+def shorter(checkpoint):
+    for state in checkpoint["optimizer_states"][0]["state"].values():
+        state["exp_avg"] = torch.zeros(1, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (shorter, r"exp_avg of weight 0 has shape \[1, 1\]"),
+        (lambda checkpoint: checkpoint.pop("epoch"), "epoch"),
+        (lambda checkpoint: checkpoint.update(epoch="1"), "epoch"),
+        (lambda checkpoint: checkpoint.update(epoch=-1), "the epoch is -1"),
+        (lambda checkpoint: checkpoint.pop("optimizer_states"), "optimizer_states"),
+        (lambda checkpoint: checkpoint.pop("lr_schedulers"), "lr_schedulers"),
+    ],
+)
+def test_a_checkpoint_with_damaged_entries_is_refused(change, problem, refused, run, images):
+    """PyTorch's fused optimisers would write behind the end of tensors that are too small."""
+    checkpoint = read_checkpoint(run / "last.ckpt")
+    change(checkpoint)
+    with (run / "last.ckpt").open("wb") as stream:
+        save_sealed(checkpoint, stream)
+    before = (run / "model.safetensors").read_bytes()
+    error = train(refused, images, run, "--epochs", 4, "--batch-size", 2, "--resume")
+    assert re.search(rf"last\.ckpt is damaged .*{problem}", error)
+    assert (run / "model.safetensors").read_bytes() == before
 
 
 @pytest.mark.parametrize(

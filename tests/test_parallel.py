@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from conftest import ENVIRONMENT, SMALL_CAPSNET, TWO_PROCESSES, train
-from torchcaps.environment import first_process, processes
+from torchcaps import BadInput
+from torchcaps.environment import LAUNCHER, check_variables, first_process, processes
 
 MODELS = {
     "capsnet": {"convolution_channels": 4, "primary_types": 2, "class_pose_size": 4, "decoder": False},
@@ -121,6 +122,35 @@ def test_processes_and_machines_are_those_of_torchrun(monkeypatch):
         monkeypatch.setenv(name, value)
     assert processes(1) == (2, 2)
     assert not first_process()
+    check_variables(2)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    with pytest.raises(BadInput, match="TORCHELASTIC_RUN_ID is set, but LOCAL_WORLD_SIZE= is not a number"):
+        processes(1)
+
+
+@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK"])
+@pytest.mark.parametrize("value", ["1", "", "abc"])
+def test_variables_of_a_job_system_do_not_make_a_training_overwrite_a_run(
+    name, value, monkeypatch, refused, run, images
+):
+    before = {path: path.read_bytes() for path in run.iterdir() if path.is_file()}
+    monkeypatch.setenv(name, value)
+    assert first_process()
+    error = train(refused, images, run, "--epochs", 1, "--batch-size", 2, "--lr", 0.1)
+    assert f"the environment variable {name} is set, but torchrun has not started this process" in error
+    assert {path: path.read_bytes() for path in run.iterdir() if path.is_file()} == before
+
+
+def test_a_rank_of_0_is_refused_only_if_lightning_would_wait_for_other_processes(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    check_variables(1)
+    with pytest.raises(BadInput, match="LOCAL_RANK is set"):
+        check_variables(2)
+    monkeypatch.delenv("LOCAL_RANK")
+    check_variables(2)
+    monkeypatch.setenv("LOCAL_RANK", "0")  # as Lightning sets it in the first process
+    check_variables(2)
+    monkeypatch.delenv(LAUNCHER)
 
 
 @TWO_PROCESSES

@@ -9,14 +9,18 @@ from typing import Any, BinaryIO, cast
 import torch
 from torch import nn
 
-from torchcaps.errors import BadInput
+from torchcaps.errors import BadInput, unreadable
 from torchcaps.models.pretrained import CONFIG, WEIGHTS, different_shapes, read_config, read_weights
+from torchcaps.options import check_kind
 
 SEAL = b"\nsha256:"
 """Separator between the bytes from `torch.save` and their hexadecimal SHA-256 checksum.
 
 `torch.load` ignores the separator and the checksum.
 """
+
+OF_ONE_WEIGHT = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+"""Tensors in the state of `OPTIMIZERS` that have the shape of a weight; other tensors contain one number."""
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
@@ -58,6 +62,38 @@ def load_checkpoint(path: Path, module: nn.Module) -> dict[str, Any]:
     checkpoint = read_checkpoint(path)
     _check_shapes(path, checkpoint.get("state_dict") if isinstance(checkpoint, dict) else None, module)
     return checkpoint
+
+
+def load_last(path: Path, module: nn.Module) -> dict[str, Any]:
+    """Read the checkpoint from which a training continues, and check its weights, its epoch and its optimiser.
+
+    PyTorch does not check the shapes in the state of an optimiser, and fused optimisers write behind the end of tensors
+    that are too small. Optimisers of a subclass of `TrainingModule` are not checked.
+
+    Raises:
+        BadInput: the checkpoint cannot be read or belongs to another model, or an entry is missing or damaged.
+    """
+    checkpoint = load_checkpoint(path, module)
+    shapes = [parameter.shape for parameter in module.parameters()]
+    try:
+        for name in ("epoch", "global_step"):
+            check_kind(name, checkpoint[name], int)
+        if checkpoint["epoch"] < 0:
+            raise ValueError(f"the epoch is {checkpoint['epoch']}")
+        for optimizer in checkpoint["optimizer_states"] if _has_optimizer_of_recipe(module) else ():
+            for index, state in optimizer["state"].items():
+                for name, value in state.items():
+                    if value is not None and value.shape != (shapes[index] if name in OF_ONE_WEIGHT else ()):
+                        raise ValueError(f"{name} of weight {index} has shape {[*value.shape]}")
+        [checkpoint[name] for name in ("lr_schedulers", "loops", "callbacks")]
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise unreadable(path, error, "restore it from a copy, or train again in another folder with --out") from error
+    return checkpoint
+
+
+def _has_optimizer_of_recipe(module: nn.Module) -> bool:
+    configure = getattr(type(module), "configure_optimizers", None)
+    return getattr(configure, "__module__", None) == "torchcaps.training_module"
 
 
 def _check_shapes(path: Path, weights: Mapping[str, Any] | None, module: nn.Module) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import distributed
 
 from torchcaps.data import Splits
-from torchcaps.environment import processes
+from torchcaps.environment import check_variables, processes
 from torchcaps.errors import BadInput
 from torchcaps.recipe import Recipe
 
@@ -30,9 +30,11 @@ def check_devices(devices: int, recipe: Recipe) -> None:
     """Check that every batch can be split evenly among the processes, and that every process has a GPU if there is one.
 
     Raises:
-        BadInput: `devices` is below 1, does not divide the batch size, or is larger than the number of GPUs; or the
-            recipe compiles the network and `devices` is above 1.
+        BadInput: `devices` is below 1, does not divide the batch size, or is larger than the number of GPUs; the
+            recipe compiles the network and `devices` is above 1; or the environment variables RANK or LOCAL_RANK are
+            set, although `torchrun` has not started this process.
     """
+    check_variables(devices)
     here, together = processes(devices)[0], math.prod(processes(devices))
     if recipe.compile and together > 1:
         raise BadInput(f"devices must be 1 with compile=true; got {together}: use one device, or set compile=false")

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 from functools import cache
@@ -9,15 +10,21 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
+from torchcaps.errors import BadInput
 
+LAUNCHER = "TORCHCAPS_LAUNCHER"
+"""Environment variable with the number of the process whose training has started this process."""
+_LAUNCHED = os.environ.get(LAUNCHER) == str(os.getppid()) and os.environ.get("LOCAL_RANK", "0") != "0"
 ENTRIES = ("versions", "commit", "processor", "threads", "gpu")
 """Entries of the result of `environment`."""
 
 
 def first_process() -> bool:
-    """Return whether this process is the first process of a training run. Only the first process writes and prints."""
-    return int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", 0))) == 0
+    """Return whether this process is the first process of a training run. Only the first process writes and prints.
+
+    The variables RANK and LOCAL_RANK have a meaning only if `torchrun` or a training has started this process.
+    """
+    return os.environ.get("RANK") == "0" if under_torchrun() else not _LAUNCHED
 
 
 def under_torchrun() -> bool:
@@ -34,12 +41,41 @@ def processes(devices: int) -> tuple[int, int]:
     """
     if not under_torchrun():
         return devices, 1
-    here = int(os.environ["LOCAL_WORLD_SIZE"])
-    return here, int(os.environ["WORLD_SIZE"]) // here
+    sizes = {name: os.environ.get(name, "") for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE")}
+    if wrong := [f"{name}={value}" for name, value in sizes.items() if not re.fullmatch("[0-9]+", value)]:
+        raise BadInput(
+            f"the environment variable TORCHELASTIC_RUN_ID is set, but {wrong[0]} is not a number: unset "
+            "TORCHELASTIC_RUN_ID, or start the training with torchrun"
+        )
+    here = int(sizes["LOCAL_WORLD_SIZE"])
+    return here, int(sizes["WORLD_SIZE"]) // max(1, here)
+
+
+def check_variables(devices: int) -> None:
+    """Check that no environment variable makes Lightning expect processes that nobody has started.
+
+    If several processes are to be started, the variable `LAUNCHER` is set for them.
+
+    Raises:
+        BadInput: RANK or LOCAL_RANK is set, but neither `torchrun` nor a training has started this process.
+    """
+    own = str(os.getpid())
+    if under_torchrun() or _LAUNCHED or os.environ.get(LAUNCHER) == own:
+        return
+    for name in ("RANK", "LOCAL_RANK"):
+        if os.environ.get(name, "0") != "0" or (name in os.environ and devices > 1):
+            raise BadInput(
+                f"the environment variable {name} is set, but torchrun has not started this process: unset {name}, or "
+                "start the training with torchrun"
+            )
+    if devices > 1:
+        os.environ[LAUNCHER] = own
 
 
 def environment() -> dict[str, Any]:
     """Return the versions of Python and the libraries, the commit, the processor, the number of threads and the GPU."""
+    import torch
+
     versions: dict[str, str | None] = {}
     for package in ("torchcaps", "torch", "lightning", "numpy"):
         try:

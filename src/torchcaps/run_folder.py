@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from torch import nn
 
-from torchcaps.checkpoints import load_best, load_checkpoint
+from torchcaps.checkpoints import load_best, load_last
 from torchcaps.data import Splits, difference, fingerprint
 from torchcaps.data.files import atomically, write_json
 from torchcaps.data.fingerprint import SPLITS
@@ -27,6 +27,8 @@ from torchcaps.options import absent, check_kind, fits
 from torchcaps.recipe import Recipe
 
 LOCK = ".lock"
+MEASURED = ("train_loss", "validation_loss", "validation_accuracy_percent", "train_images_per_second", "seconds")
+"""Columns of metrics.csv in runs of all versions."""
 DIGESTS = "image-digests.safetensors"
 LEFTOVER = re.compile(r"(.+\.(json|csv|ckpt|safetensors|png)\.\d+\.part|\.writable-\d+)")
 """Names of temporary files that a killed process may leave behind."""
@@ -187,7 +189,7 @@ def check_run(folder: Path, recipe: Recipe, splits: Splits, module: nn.Module, r
     run = Run(recipe, [*splits.train.class_names], splits.train.image_shape, data, environment(), earlier, evaluated)
     if before is None or first or finished(folder, recipe):
         return Begun(run, digests, None)
-    trained = load_checkpoint(last, module)["epoch"] + 1
+    trained = load_last(last, module)["epoch"] + 1
     if recipe.choose == "best":
         load_best(folder, module)
     if len(rows) < trained:
@@ -325,7 +327,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
         for number, row in enumerate(rows, start=1):
             if None in row or None in row.values() or int(row["epoch"]) != number:
                 raise ValueError(f"row {number} is incomplete")
-            float(row["seconds"]), float(row["train_images_per_second"])
+            [float(row[name]) for name in MEASURED]
         return rows
     except (OSError, ValueError, LookupError, TypeError, csv.Error) as error:
         raise unreadable(path, error, "restore it from a copy, or train again elsewhere") from error

@@ -12,6 +12,7 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
+from torchcaps.environment import first_process
 from torchcaps.errors import BadInput, DataWarning, printable
 
 QUIET_SECONDS = 10.0
@@ -50,10 +51,9 @@ def main() -> None:
     warnings.filterwarnings("ignore", module=r"(lightning|torch|tensorboard|requests)(\.|$)")
     warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
     warnings.filterwarnings("always", MISSING_GLYPH)
-    first_process = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", 0))) == 0
-    warnings.filterwarnings("always" if first_process else "ignore", category=DataWarning)
+    warnings.filterwarnings("always" if first_process() else "ignore", category=DataWarning)
     nondeterministic = ".*(deterministic implementation|non-deterministic|not deterministic)"
-    warnings.filterwarnings("once" if first_process else "ignore", nondeterministic)
+    warnings.filterwarnings("once" if first_process() else "ignore", nondeterministic)
     fabric = "lightning.fabric.utilities"
     names = (
         "lightning.pytorch",

@@ -201,7 +201,7 @@ def settings_of(recipe: Recipe) -> list[tuple[str, Any, str]]:
     """
     of_recipe = meanings(Recipe)
     plain = [f.name for f in fields(recipe) if f.name != "name" and not f.name.endswith("_options")]
-    found = [(name, getattr(recipe, name), of_recipe[name]) for name in plain]
+    found = [(name, getattr(recipe, name), of_recipe.get(name, "")) for name in plain]
     rule = routing_of(recipe.model, recipe.model_options, recipe.routing_options)
     groups: dict[str, tuple[str, Mapping[str, Any]]] = {"model": (recipe.model, recipe.model_options)}
     if rule is not None:
