@@ -64,6 +64,7 @@ FLOORS = {
     "experiments": 6,
     "explore": 6,
     "cli": 7,
+    "__main__": 8,
 }
 
 
