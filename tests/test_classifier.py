@@ -50,6 +50,7 @@ def test_a_run_gives_the_same_prediction_in_python_as_on_the_command_line(call, 
     code, out, error = call("predict", finished[0], *paths)
     assert code == 0, error
     assert scores_printed(out) == [float(f"{x:.3f}") for row in answer.scores.sort(descending=True).values for x in row]
+    torch.testing.assert_close(classifier.predict(paths, batch_size=2).scores, answer.scores)
     for path, scores in zip(paths, answer.scores, strict=True):
         assert torch.equal(classifier.predict(str(path)).scores[0], scores)
         assert torch.equal(classifier.predict(read_image(path)[None]).scores[0], scores)
@@ -74,6 +75,7 @@ def test_a_loaded_classifier_has_the_saved_preprocessing_and_class_names(tmp_pat
     pixels = torch.randint(0, 256, (2, 1, 24, 22), dtype=torch.uint8)
     right = torch.stack([network(view).scores for view in preprocessing.views(pixels[:1])]).mean(dim=0)
     torch.testing.assert_close(again.predict(pixels).scores[:1], right)
+    torch.testing.assert_close(again.predict(pixels, batch_size=2).scores, again.predict(pixels).scores)
     assert torch.equal(CapsNet.from_pretrained(tmp_path).eval()(pixels[:, :, :20, :20] / 255).scores,
                        network(pixels[:, :, :20, :20] / 255).scores)  # fmt: skip
 
@@ -93,6 +95,8 @@ def test_images_of_another_shape_or_type_are_refused(finished):
             classifier.predict(wrong)
     with pytest.raises(BadInput, match="images is empty"):
         classifier.predict([])
+    with pytest.raises(BadInput, match="batch_size must be an integer of at least 1; got 0"):
+        classifier.predict(torch.zeros(1, 3, 20, 24, dtype=torch.uint8), batch_size=0)
     with pytest.raises(BadInput, match=r"nowhere\.png does not exist"):
         classifier.predict("nowhere.png")
 

@@ -106,6 +106,13 @@ def test_importing_the_library_does_not_import_heavy_packages():
     assert not {"lightning", "torchmetrics"} & set(loaded_by(readers))
 
 
+def test_loading_a_network_does_not_import_the_compiler_of_pytorch():
+    code = "import sys, torchcaps; [torchcaps.Classifier.from_pretrained(name) for name in sys.argv[1:]]; "
+    code += "print('torch._dynamo' in sys.modules)"
+    words = [sys.executable, "-c", code, *sorted((REPOSITORY / "weights").iterdir())]
+    assert subprocess.run(words, capture_output=True, text=True, check=True).stdout == "False\n"
+
+
 def test_no_file_is_longer_than_400_lines():
     files = [path for folder in ("src", "tests") for path in (REPOSITORY / folder).rglob("*")]
     lines = {path: len(path.read_text().splitlines()) for path in files if path.suffix in (".py", ".hpp", ".cpp")}

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
-from torchcaps.checks import described
+from torchcaps.checks import check_integer, described
 from torchcaps.data import Preprocessing, read_image
 from torchcaps.devices import clear_memory_errors
 from torchcaps.errors import BadInput, Diverged
@@ -260,23 +260,28 @@ class Classifier:
 
     @clear_memory_errors("free memory, or move the network from the GPU to the CPU: classifier.model.cpu()")
     def predict(
-        self, images: str | Path | Sequence[str | Path] | UInt8[Tensor, "N C H W"] | UInt8[np.ndarray, "N C H W"]
+        self,
+        images: str | Path | Sequence[str | Path] | UInt8[Tensor, "N C H W"] | UInt8[np.ndarray, "N C H W"],
+        batch_size: int = 1,
     ) -> Answer:
         """Predict the class of each image.
 
-        The images are processed one at a time, so the scores of an image do not depend on the other images. Several
-        threads can call this method at the same time, but not while another thread trains the network. A process that
-        is forked after a prediction hangs in PyTorch if the prediction used several CPU threads: call `predict` only
-        after the fork, or use torch.set_num_threads(1).
+        With ``batch_size=1``, the scores of an image do not depend on the other images. Larger batches are several
+        times as fast, but can change the scores by rounding errors. Several threads can call this method at the same
+        time, but not while another thread trains the network. A process that is forked after a prediction hangs in
+        PyTorch if the prediction used several CPU threads: call `predict` only after the fork, or use
+        torch.set_num_threads(1).
 
         Arguments:
             images: the path of an image file; a list of paths; or a uint8 tensor or array ``[N, C, H, W]`` with pixels
                 from 0 to 255. Image files are resized to the classifier's ``image_shape``. Images in a tensor or array
                 must have this shape.
+            batch_size: number of images that the network processes at a time, at least 1.
 
         Raises:
-            BadInput: a file cannot be read as an image; `images` is empty, or neither paths nor pixels; the pixels have
-                the wrong dtype or shape; another thread trains the network with `fit`; or the memory runs out.
+            BadInput: a file cannot be read as an image; `images` is empty, or neither paths nor pixels; `batch_size` is
+                below 1; the pixels have the wrong dtype or shape; another thread trains the network with `fit`; or the
+                memory runs out.
             Diverged: a score is not finite.
         """
         if isinstance(images, str | Path):
@@ -288,14 +293,20 @@ class Classifier:
             images = list(given) if isinstance(given, Iterable) and not isinstance(given, bytes | IOBase) else [given]
             if wrong := [one for one in images if not isinstance(one, str | Path)]:
                 raise BadInput(f"images must be paths, or uint8 pixels [N, C, H, W]; got {described(wrong[0])}")
-        pixels = self._checked(images) if isinstance(images, Tensor) else (self._read(Path(path)) for path in images)
-        weights = next(self.model.parameters())
-        with evaluating(self.model), torch.inference_mode():
-            views = (self.preprocessing.views(one[None])[:, 0].to(weights) for one in pixels)
-            scores = [self.model(several).scores.float().mean(dim=0).cpu() for several in views]
-        if not scores:
+        check_integer("batch_size", batch_size, 1, error=BadInput)
+        pixels = self._checked(images) if isinstance(images, Tensor) else None
+        paths = [Path(path) for path in images] if pixels is None else []
+        if not len(images):
             raise BadInput("images is empty: give at least one image")
-        answers = torch.stack(scores)
+        weights, scores = next(self.model.parameters()), []
+        with evaluating(self.model), torch.inference_mode():
+            for first in range(0, len(images), batch_size):
+                several = slice(first, first + batch_size)
+                part = self._read_all(paths[several]) if pixels is None else pixels[several]
+                views = self.preprocessing.views(part).to(weights)
+                of_views = self.model(views.flatten(0, 1)).scores.float().unflatten(0, views.shape[:2])
+                scores.append(of_views.mean(dim=0).cpu())
+        answers = torch.cat(scores)
         if answers.ndim != 2:
             raise BadInput(
                 f"the scores of {type(self.model).__name__} must be [B, classes]; got {list(answers.shape)}: call the "
@@ -344,6 +355,9 @@ class Classifier:
                 f"paths of image files; got {kind} {list(pixels.shape)}"
             )
         return pixels
+
+    def _read_all(self, paths: Sequence[Path]) -> Tensor:
+        return torch.stack([self._read(path) for path in paths])
 
     def _read(self, path: Path) -> Tensor:
         """Read and resize an image file. A network for stereo pairs gets the same image in both channels."""

@@ -341,8 +341,8 @@ def truncated_normal_(weights: Tensor, std: float, name: str = "initial_std") ->
 
 def square_transforms_(transform: Float[Tensor, "K C J Q Q"], std: float, around_identity: bool) -> Tensor:
     """Draw square transforms in place from a truncated normal distribution around the identity or zero."""
-    truncated_normal_(transform, std)
-    return transform.add_(torch.eye(transform.shape[4], device=transform.device)) if around_identity else transform
+    truncated_normal_(transform, std).diagonal(dim1=3, dim2=4).add_(float(around_identity))
+    return transform
 
 
 class SharedCaps(TransformModule):

@@ -138,7 +138,8 @@ def decode(
 
         raw = _raw_mode(file)
         file.load()
-        picture = ImageOps.exif_transpose(file)
+        ImageOps.exif_transpose(file, in_place=True)
+        picture: Picture = file
         facts = _facts(file, raw, picture.width, picture.height)
         colour_key = picture.info.get("transparency")
         # Pillow converts the pixels to 8 bits, but not the colour that is transparent.
@@ -258,4 +259,5 @@ def _eight_bits(picture: "Picture", grey: bool) -> "Picture":
     if picture.has_transparency_data:
         picture = picture.convert("RGBA")
         picture = Image.alpha_composite(Image.new("RGBA", picture.size, "black"), picture)
-    return picture.convert("L" if grey else "RGB")
+    mode = "L" if grey else "RGB"
+    return picture if picture.mode == mode else picture.convert(mode)  # convert would copy the image

@@ -233,11 +233,13 @@ class Preprocessing:
         if self.test_crops == 1 or not self.crop:
             return self.plain(pixels)[None]
         places = _places(self.test_crops)
-        images = _scaled(pixels)
-        return torch.stack([self._at(images, down, across) for down in places for across in places])
+        images = self._standardised(_scaled(pixels), "first")
+        return torch.stack([self._cropped(images, down, across) for down in places for across in places])
 
     def _at(self, images: Tensor, down: float, across: float) -> Tensor:
-        images = self._standardised(images, "first")
+        return self._cropped(self._standardised(images, "first"), down, across)
+
+    def _cropped(self, images: Tensor, down: float, across: float) -> Tensor:
         if self.crop:
             row, column = (
                 min(int(np.float32(place) * np.float32(side - self.crop + 1)), side - self.crop)

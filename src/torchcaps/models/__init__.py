@@ -4,6 +4,10 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+from torch.nn import init
+from torch.overrides import TorchFunctionMode
+
 from torchcaps.capsules import Prediction
 from torchcaps.checks import described
 from torchcaps.errors import BadInput, first_line, nearest
@@ -89,6 +93,9 @@ def routing_of(
     return None
 
 
+DRAWS = (Tensor.normal_, Tensor.uniform_, init.normal_, init.uniform_, init.kaiming_uniform_)
+
+
 def model_class(name: str) -> type[Pretrained]:
     """Return the class of a model by its name in `MODELS`.
 
@@ -103,6 +110,18 @@ def model_class(name: str) -> type[Pretrained]:
             f"got {described(MODELS[name])}"
         )
     return MODELS[name]
+
+
+class WithoutDraws(TorchFunctionMode):
+    """Mode that leaves out the random initial values of a network on the meta device.
+
+    Otherwise, PyTorch would import its compiler to draw numbers that no memory holds, which takes more than a second.
+    """
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in DRAWS:
+            return args[0] if args else kwargs["tensor"]
+        return function(*args, **(kwargs or {}))
 
 
 def built(name: str, kind: type[Pretrained], options: Mapping[str, Any]) -> Pretrained:

@@ -6,7 +6,7 @@ import inspect
 import json
 import re
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -253,12 +253,13 @@ def _built(cls: type, options: Mapping[str, Any]) -> Any:
     A network of torchcaps with a rule of torchcaps is created on the meta device, where its weights use no memory.
     Other networks and rules may have constants, which would have no values on the meta device.
     """
-    from torchcaps.models import built
+    from torchcaps.models import WithoutDraws, built
 
     routing: Any = options.get("routing")
     rule = ROUTINGS.get(getattr(routing, "name", routing), cls)
-    device = "cpu" if is_foreign(cls) or is_foreign(rule) else "meta"
-    with torch.device(device), torch.random.fork_rng(devices=[]):
+    foreign = is_foreign(cls) or is_foreign(rule)
+    draws = nullcontext() if foreign else WithoutDraws()
+    with torch.device("cpu" if foreign else "meta"), torch.random.fork_rng(devices=[]), draws:
         return built(model_name(cls), cls, options)
 
 
