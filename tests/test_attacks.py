@@ -104,3 +104,16 @@ def test_pixels_from_0_to_255_are_not_attacked(attack):
 def test_sizes_of_attacks_out_of_range_are_refused(attack, options, problem):
     with pytest.raises(ValueError, match=problem):
         attack(lambda x: x.flatten(1), torch.rand(1, 1, 1, 2), torch.tensor([0]), **options)
+
+
+@pytest.mark.usefixtures("untyped")
+@pytest.mark.parametrize("attack", [fgsm, bim])
+def test_integer_images_labels_that_are_no_classes_and_inference_mode_are_refused(attack):
+    images, model = torch.rand(2, 1, 1, 3), lambda x: x.flatten(1)
+    with pytest.raises(ValueError, match="images must have a floating-point dtype; got a uint8 tensor"):
+        attack(model, torch.ones(2, 1, 1, 3, dtype=torch.uint8), torch.tensor([0, 1]), 0.1)
+    for label in (-100, 3):
+        with pytest.raises(ValueError, match=f"labels must be from 0 to 2 for 3 classes; got .*{label}"):
+            attack(model, images, torch.tensor([0, label]), 0.1)
+    with torch.inference_mode(), pytest.raises(ValueError, match=r"inside torch\.inference_mode"):
+        attack(model, images, torch.tensor([0, 1]), 0.1)

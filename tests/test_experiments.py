@@ -227,8 +227,9 @@ def test_distances_returns_vote_distances_and_couplings_of_every_pass():
 def test_uniform_couplings_have_an_entropy_of_one():
     recipe = create_recipe("matrix-capsnet-toys-paper", {})
     images = Images(torch.randint(0, 256, (6, 2, 36, 36), dtype=torch.uint8), torch.arange(6) % 5, tuple("abcde"))
-    for iterations in (1, 3):
-        model = MatrixCapsNet((2, 32, 32), 5, widths=(4, 2, 3, 3), routing=Routing("em", iterations=iterations))
+    for iterations, competition in ((1, "parents"), (1, "types"), (3, "parents")):
+        routing = Routing("em", iterations=iterations, competition=competition)
+        model = MatrixCapsNet((2, 32, 32), 5, widths=(4, 2, 3, 3), routing=routing)
         found = layers_of(model, images, recipe)
         assert [*found] == ["first_capsules", "second_capsules", "class_capsules"]
         for layer in found.values():

@@ -73,6 +73,22 @@ def test_calls_with_the_same_weights_share_one_copy_of_them():
     torch.testing.assert_close(last, 2 * first)
 
 
+@pytest.mark.parametrize("way", ["fused optimiser", "data"])
+def test_a_record_has_the_weights_of_its_time_if_their_version_does_not_change(way):
+    layer = DenseCaps(4, 3, 4, 5, 4)
+    optimizer = torch.optim.Adam(layer.parameters(), lr=0.5, fused=True)
+    with recorded(layer) as layers:
+        for _ in range(2):
+            optimizer.zero_grad()
+            layer(CHILDREN).pose.square().sum().backward()
+            used = layer.transform.detach().clone()
+            if way == "data":
+                layer.transform.data.mul_(2)
+            else:
+                optimizer.step()
+    assert torch.equal(layers[0].passes[-1].votes._transform, used)
+
+
 def test_a_call_after_an_interrupted_one_is_recorded():
     layer = DenseCaps(4, 3, 4, 5, 4, routing=Interrupted())
     with recorded(layer) as layers:

@@ -1,10 +1,25 @@
-"""The support of classes with self-routing, and in the layers below the class capsules."""
+"""The support of classes for each kind of rule, in the layers below the class capsules, and in the image."""
 
+import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from test_inspection import classifier
-from torchcaps import Routing
+from torchcaps import (
+    BadInput,
+    Capsules,
+    Classifier,
+    ConvCaps,
+    DenseCaps,
+    Prediction,
+    Preprocessing,
+    PrimaryCaps,
+    Routing,
+    SharedCaps,
+    inspect,
+)
+from torchcaps.feature_maps import FeatureMap, in_the_image
 from torchcaps.inspection import _support_below
 from torchcaps.recording import recorded
 
@@ -38,3 +53,80 @@ def test_support_is_passed_down_with_the_couplings_of_the_last_pass_of_each_laye
                 given[:, child] += relevance[:, parent] @ shares[:, edge]
             relevance = given
         torch.testing.assert_close(found[number], relevance.sum(dim=2), rtol=1e-4, atol=1e-6)
+
+
+class TwoLayers(nn.Module):
+    """An image of 9×9 pixels, 3×3 sites without a bias, one site of hidden capsules, and three class capsules."""
+
+    def __init__(self, rule):
+        super().__init__()
+        options = {"pose_size": (1, 9), "around_identity": False, "initial_std": 0.5}
+        self.primary = PrimaryCaps(1, 2, (1, 9), 3, stride=3, bias=False)
+        self.hidden = ConvCaps((3, 3), 2, 4, 3, routing=rule, **options)
+        self.classes = DenseCaps(1, 4, 9, 3, 9, routing=rule)
+
+    def forward(self, images, labels=None):
+        capsules = self.classes(self.hidden(self.primary(images)))
+        return Prediction(capsules.activation[:, 0], capsules)
+
+
+@pytest.mark.parametrize("rule", ["dynamic", "uniform", "attention", "self_attention", "em", "self_routing"])
+def test_capsules_with_a_pose_of_zero_support_no_class(rule):
+    image = torch.zeros(1, 9, 9)
+    image[0, 3:6, 3:6] = 1  # only the site in the centre sees it
+    network = Classifier(TwoLayers(rule).eval(), ("ant", "bee", "cat"), (1, 9, 9), Preprocessing())
+    of_centre = in_the_image(torch.eye(9)[4][None, None], [FeatureMap((3, 3), (1.0, 1.0), (3.0, 3.0))], 9, 9, 9)
+    found = inspect(network, image).support
+    torch.testing.assert_close(found, of_centre.expand_as(found))
+
+
+@pytest.mark.parametrize("first", [-3.0, 0.0, 1.0])
+def test_sites_at_the_border_keep_their_support(first):
+    below, maps = torch.rand(2, 3, 9), [FeatureMap((3, 3), (first, first), (4.0, 4.0))]
+    torch.testing.assert_close(in_the_image(below, maps, 9, 11, 9).sum(dim=(2, 3)), below.sum(dim=2))
+    for site in range(9):
+        drawn = in_the_image(torch.eye(9)[site][None, None], maps, 9, 11, 9)
+        row, column = (int(max(0, first + 4 * place)) for place in divmod(site, 3))
+        assert divmod(int(drawn.argmax()), 11) == (min(row, 8), column)
+
+
+class Pooled(nn.Module):
+    def __init__(self, pool):
+        super().__init__()
+        self.convolution, self.pool = nn.Conv2d(1, 8, 2, stride=2), pool
+        self.classes = SharedCaps(4, 3, 8)
+
+    def forward(self, images, labels=None):
+        numbers = self.pool(self.convolution(images)).flatten(2).mT.unflatten(2, (2, 1, 4))
+        capsules = self.classes(Capsules(numbers, numbers.norm(dim=(3, 4))))
+        return Prediction(capsules.activation[:, 0], capsules)
+
+
+def test_the_place_of_capsules_behind_unknown_operations_is_not_guessed():
+    for pool in (lambda x: functional.max_pool2d(x, 2), nn.AdaptiveMaxPool2d(4), nn.Upsample(scale_factor=2)):
+        network = Classifier(Pooled(pool).eval(), ("ant", "bee", "cat"), (1, 16, 16), Preprocessing())
+        with pytest.raises(BadInput, match=r"no feature map .* has this number of positions \(the last one is 8×8"):
+            inspect(network, torch.rand(1, 16, 16))
+    known = Classifier(Pooled(nn.MaxPool2d(2)).eval(), ("ant", "bee", "cat"), (1, 16, 16), Preprocessing())
+    assert inspect(known, torch.rand(1, 16, 16)).support.shape[2:] == (16, 16)
+
+
+@torch.no_grad()
+def test_the_support_of_self_attention_includes_the_learned_bias():
+    layer = DenseCaps(6, 1, 8, 3, 8, routing="self_attention")
+    layer.routing.bias[0] = 50.0
+    children = Capsules(torch.randn(1, 6, 1, 1, 8), torch.rand(1, 6, 1))
+    with recorded(layer) as layers:
+        _, couplings = layer(children, return_couplings=True)
+    votes = torch.einsum("sq,sjqn->jsn", children.pose[0, :, 0, 0], layer.transform[:, 0])
+    given = (couplings[0, :, :, 0] + layer.routing.bias[:, 0].T)[..., None] * votes
+    along = torch.einsum("jsn,jn->js", given, given.sum(dim=1)).clamp_min(0)
+    torch.testing.assert_close(layers[0].support(1)[:, :, 0], along / along.sum(dim=1, keepdim=True))
+
+
+@torch.no_grad()
+def test_the_support_of_em_with_mixing_activations_is_the_share_of_the_mass():
+    layer = DenseCaps(6, 1, 8, 3, 8, routing=Routing("em", parent_activation="mixing"))
+    with recorded(layer) as layers:
+        layer(Capsules(torch.randn(1, 6, 1, 1, 8), torch.rand(1, 6, 1)))
+    assert torch.equal(layers[0].support(2), layers[0].shares(2))

@@ -8,7 +8,8 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn import functional
 
-from torchcaps.checks import bounds, check_number, check_sizes, has_values
+from torchcaps.capsules import check_labels
+from torchcaps.checks import bounds, check_floating, check_number, check_sizes, has_values
 
 Classifier = Callable[[Tensor], Tensor]
 """Function of images ``[B, C, H, W]`` in [0, 1] that returns scores ``[B, classes]``."""
@@ -20,9 +21,14 @@ def input_gradient(
     classifier: Classifier, images: Float[Tensor, "B C H W"], labels: Int64[Tensor, "B"], loss: Loss
 ) -> Float[Tensor, "B C H W"]:
     """Compute the gradient of each image's loss with respect to its pixels."""
+    if torch.is_inference_mode_enabled():
+        raise ValueError("gradients cannot be computed inside torch.inference_mode(): leave this context")
     images = images.detach().requires_grad_()
     with torch.enable_grad():
-        total = len(images) * loss(classifier(images), labels)
+        scores = classifier(images)
+        if scores.ndim == 2:
+            check_labels(labels, scores.shape[1])
+        total = len(images) * loss(scores, labels)
     return torch.autograd.grad(total, images)[0]
 
 
@@ -53,7 +59,7 @@ def fgsm(
         loss: function of scores and labels that returns the mean loss of the batch.
 
     Raises:
-        ValueError: ``epsilon`` or a pixel is not in [0, 1].
+        ValueError: ``epsilon`` or a pixel is not in [0, 1], a label is not a class, or torch.inference_mode is active.
 
     Example:
         >>> images = torch.full((1, 1, 1, 2), 0.5)
@@ -89,7 +95,8 @@ def bim(
         loss: function of scores and labels that returns the mean loss of the batch.
 
     Raises:
-        ValueError: ``epsilon`` or a pixel is not in [0, 1], or ``steps`` is below 1.
+        ValueError: ``epsilon`` or a pixel is not in [0, 1], ``steps`` is below 1, a label is not a class, or
+            torch.inference_mode is active.
 
     Example:
         >>> images = torch.full((1, 1, 1, 2), 0.5)
@@ -114,6 +121,7 @@ def _step(classifier: Classifier, images: Tensor, labels: Tensor, epsilon: float
 def _checked_epsilon(epsilon: float, images: Tensor) -> float:
     """Check that ε and the images are in [0, 1]; rounding errors of the images are accepted."""
     check_number("epsilon", epsilon, "[0, 1]")
+    check_floating("images", images)
     if has_values(images) and images.numel():
         low, high = bounds(images)
         if low < -1e-3 or high > 1 + 1e-3:

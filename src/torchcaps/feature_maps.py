@@ -1,7 +1,7 @@
 """Positions of feature maps in the image."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import get_ident
 from typing import Any, NamedTuple
@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn import functional
 
+from torchcaps.capsules import Capsules
 from torchcaps.errors import BadInput
+from torchcaps.layers import SharedCaps
 
 SPATIAL = (nn.Conv2d, nn.BatchNorm2d, nn.ReLU, nn.AvgPool2d, nn.MaxPool2d)
 """Modules whose outputs have a known position in the image, besides modules named BlurPool2d, as in timm."""
@@ -31,8 +32,19 @@ class FeatureMap(NamedTuple):
     step: tuple[float, ...]
 
 
+class FeatureMaps(list[FeatureMap]):
+    """Positions of the feature maps of a network, in the order in which they were computed.
+
+    The attribute ``capsules`` contains the capsules that the network has computed from them.
+    """
+
+    def __init__(self, maps: Iterable[FeatureMap] = ()) -> None:
+        super().__init__(maps)
+        self.capsules: list[Capsules] = []
+
+
 @contextmanager
-def feature_maps(model: nn.Module, routed: Sequence[Any], image: Tensor) -> Iterator[list[FeatureMap]]:
+def feature_maps(model: nn.Module, routed: Sequence[Any], image: Tensor) -> Iterator[FeatureMaps]:
     """Record the position of each feature map in the image, as long as the list `routed` is empty.
 
     A feature map that another operation computed, such as the sum in a residual block, has the position of the latest
@@ -40,7 +52,7 @@ def feature_maps(model: nn.Module, routed: Sequence[Any], image: Tensor) -> Iter
     Feature maps of other threads are not recorded.
     """
     thread = get_ident()
-    maps: list[FeatureMap] = []
+    maps = FeatureMaps()
     whole = FeatureMap(tuple(image.shape[2:]), (0.0, 0.0), (1.0, 1.0))
     known: dict[int, tuple[Tensor, FeatureMap]] = {id(image): (image, whole)}  # the tensors, so that no id is reused
 
@@ -48,6 +60,8 @@ def feature_maps(model: nn.Module, routed: Sequence[Any], image: Tensor) -> Iter
         if get_ident() != thread:
             return  # PyTorch can leave out the keyword arguments, if this thread is just adding the hook
         named, result = rest
+        if isinstance(result, Capsules) and not routed:
+            maps.capsules.append(result)
         spatial = isinstance(module, SPATIAL) or type(module).__name__ == "BlurPool2d"
         if routed or not spatial or not isinstance(result, Tensor) or result.ndim != 4:
             return
@@ -66,7 +80,13 @@ def feature_maps(model: nn.Module, routed: Sequence[Any], image: Tensor) -> Iter
         maps.append(FeatureMap(tuple(result.shape[2:]), first, step))
         known[id(result)] = result, maps[-1]
 
+    def look_at_children(module: nn.Module, given: Any, named: Any) -> None:
+        if get_ident() == thread and not routed:
+            maps.capsules.append(given[0] if given else named["children"])
+
     handles = [module.register_forward_hook(look, with_kwargs=True) for module in model.modules()]
+    shared = (module for module in model.modules() if isinstance(module, SharedCaps))
+    handles += [module.register_forward_pre_hook(look_at_children, with_kwargs=True) for module in shared]
     try:
         yield maps
     finally:
@@ -121,32 +141,40 @@ def _pair(value: Any) -> Any:
 
 
 def in_the_image(
-    below: Float[Tensor, "passes J S"], maps: list[FeatureMap], height: int, width: int
+    below: Float[Tensor, "passes J S"], maps: Sequence[FeatureMap], height: int, width: int, positions: int
 ) -> Float[Tensor, "passes J H W"]:
-    """Interpolate values at the sites of the first capsules to the pixels. The pixels of a pass and class sum to 1.
+    """Distribute values at the sites of the first capsules among the pixels around the centre of each site.
 
-    Along an axis with a single site, all pixels have the same value.
+    The S sites have ``positions`` different positions in a feature map; consecutive sites share a position.
+    Along each axis, the share of a pixel falls linearly from the centre of a site to the centres of its neighbours. The
+    shares of a site sum to 1, also at the border of the image. A centre outside the image is moved to its border. Along
+    an axis with a single site, all pixels have the same share.
     """
-    sites = below.shape[2]
-    if sites == 1:
-        return below.new_full((*below.shape[:2], height, width), 1 / (height * width))
+    if below.shape[2] == 1:
+        return below.expand(-1, -1, height * width).unflatten(2, (height, width)) / (height * width)
     if not maps:
         raise BadInput(
             "no convolution or pooling module computed the features of the first capsules, so the place of a site in "
             "the image is unknown: compute them with a module such as torch.nn.Conv2d"
         )
-    place = maps[-1]
-    if sites % math.prod(place.grid):
+    place = next((one for one in reversed(maps) if math.prod(one.grid) == positions), None)
+    if place is None:
+        last = f"{maps[-1].grid[0]}×{maps[-1].grid[1]}"
         raise BadInput(
-            f"the first capsules have {sites} sites, but the last feature map from a convolution or pooling module is "
-            f"{place.grid[0]}×{place.grid[1]}, so the place of a site in the image is unknown: inspect a network with "
-            "one site per position of this map"
+            f"the first capsules have {positions} sites, but no feature map from a convolution or pooling module has "
+            f"this number of positions (the last one is {last}), so the place of a site in the image is unknown: "
+            "inspect a network with one site per position of a feature map"
         )
     values = below.unflatten(2, (*place.grid, -1)).sum(dim=4)
-    axes = []
-    for axis, pixels in ((0, height), (1, width)):
-        site = (torch.arange(pixels, device=below.device) - place.first[axis]) / place.step[axis]
-        axes.append(2 * site / max(1, place.grid[axis] - 1) - 1)
-    places = torch.stack(torch.meshgrid(axes[1], axes[0], indexing="xy"), dim=2)
-    found = functional.grid_sample(values, places.expand(len(values), -1, -1, -1), align_corners=True)
-    return found / found.sum(dim=(2, 3), keepdim=True).clamp_min(torch.finfo(found.dtype).tiny)
+    down, across = (_shares(place, axis, pixels).to(values) for axis, pixels in ((0, height), (1, width)))
+    return torch.einsum("kjrc,rh,cw->kjhw", values, down, across)
+
+
+def _shares(place: FeatureMap, axis: int, pixels: int) -> Float[Tensor, "sites pixels"]:
+    """Compute the share of each pixel in each site along an axis."""
+    sites, step = place.grid[axis], max(1.0, place.step[axis])
+    if sites == 1:
+        return torch.full((1, pixels), 1 / pixels)
+    centres = (place.first[axis] + place.step[axis] * torch.arange(sites)).clamp(0, pixels - 1)
+    shares = (1 - (torch.arange(pixels) - centres[:, None]).abs() / step).clamp_min(0)
+    return shares / shares.sum(dim=1, keepdim=True)

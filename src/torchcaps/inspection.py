@@ -94,8 +94,9 @@ def inspect(classifier: Classifier, image: str | Path | Tensor | np.ndarray) -> 
     """Run a network on one image and trace every class back to the parts of the image that support it.
 
     For each pass of the last layer, `Layer.support` computes how much each child supports each class. In every layer
-    below, the support of each parent is distributed among its children, in proportion to activation · coupling. The
-    support on the grid of the first capsules is then interpolated to the size of the image. Poses and activations may
+    below, the support of each parent is distributed among its children, in proportion to activation · coupling, or by
+    `Layer.support` if the rule ignores activations. The support of each site of the first capsules is then distributed
+    among the pixels around the centre of its receptive field. Poses and activations may
     change between two layers, but a skip connection around a capsule layer is not taken into account.
 
     If the preprocessing has a crop, the network is run on the central crop. With ``test_crops`` above 1, the scores
@@ -138,7 +139,8 @@ def inspect(classifier: Classifier, image: str | Path | Tensor | np.ndarray) -> 
         if not layer.passes:
             raise BadInput(f"the rule {layer.name} never calls Votes.moments: inspect a network with another rule")
     _check_chain(layers, prediction.capsules, prediction.scores.shape[1])
-    support = in_the_image(_support_below(layers), maps, inputs.shape[2], inputs.shape[3])
+    positions = _positions(layers[0].children, maps.capsules)
+    support = in_the_image(_support_below(layers), maps, inputs.shape[2], inputs.shape[3], positions)
     return _inspection(classifier, inputs, prediction, support)
 
 
@@ -215,10 +217,22 @@ def _support_below(layers: list[Layer]) -> Float[Tensor, "passes J S"]:
     return torch.stack(maps).float()
 
 
+def _positions(children: Capsules, found: list[Capsules]) -> int:
+    """Return the number of positions of the first capsules.
+
+    A layer such as `SharedCaps` counts every capsule as a site of its own. `found` contains the capsules before that.
+    """
+    same = [one for one in found if all(equal_parts(one, children))]
+    return (same[-1] if same else children).activation.shape[1]
+
+
 def _passed_on(layer: Layer, relevance: Float[Tensor, "K P J"], number: int) -> Float[Tensor, "K S C"]:
-    """Distribute the support of each parent among its children, in proportion to activation · coupling in a pass."""
+    """Distribute the support of each parent among its children, in proportion to activation · coupling in a pass.
+
+    If the rule ignores activations, `Layer.support` distributes it, so that a child whose pose is 0 gets nothing.
+    """
     edges = layer.routing_map.edges_on(torch.device("cpu"))
-    shares = layer.shares(number).cpu()
+    shares = (layer.shares(number) if layer.rule.weighs_activations else layer.support(number)).cpu()
     sites = layer.parents.activation.shape[1:]
     relevance = relevance.reshape(len(relevance), *sites)  # undo the flattening of sites between layers
     given = torch.einsum("kej,jec->kec", relevance[:, edges[:, 1]], shares)

@@ -77,7 +77,7 @@ class Layer:
         """Compute which fraction of each parent's mass comes from each child in pass ``number``, counted from 0.
 
         The mass of a parent is the sum over its children of activation · coupling. For each parent, the fractions of
-        all children sum to 1.
+        all children sum to 1. The result is that of the first sample of the batch.
         """
         return self._divided(self._weights(number))
 
@@ -90,17 +90,17 @@ class Layer:
             support_ij = max(0, w_ij V_ij · μ_j / |μ_j|), divided by its sum over the children of parent j
 
         Here w_ij = activation_i · coupling_ij is the weight of the vote V_ij, and μ_j is the mean vote for parent j.
-        If the activation of a parent depends only on its mass, as in self-routing, this formula is not used: the method
-        returns the result of `shares`.
+        If a rule defines other `Rule.contributions` than w_ij V_ij, such as self-attention, they and their sum replace
+        w_ij V_ij and μ_j. If the activation of a parent depends only on its mass, as in self-routing, this formula is
+        not used: the method returns the result of `shares`. The result is that of the first sample of the batch.
         """
         if self.rule.activation_from_mass:
             return self.shares(number)
-        found, columns = self.passes[number], self.parents.pose.shape[4]  # a rule may append columns to the votes
-        votes = found.votes.materialised()[0, ..., :columns].flatten(3)
-        mean = functional.normalize(found.moments.mean[0, ..., :columns].flatten(2), dim=2)
-        mean = self.routing_map.at_edges(mean.to(votes.dtype).transpose(0, 1)[None])[0]
-        along = torch.einsum("jecn,jen->jec", votes, mean)
-        return self._divided((self._weights(number) * along).clamp_min(0))
+        votes, columns = self.passes[number].votes.materialised()[0], self.parents.pose.shape[4]
+        given = self.rule.contributions(votes, self._weights(number).to(votes.dtype), columns).flatten(3)
+        total = self.routing_map.sum_at_parents(given.sum(dim=2)[None])
+        direction = self.routing_map.at_edges(functional.normalize(total, dim=3))[0]
+        return self._divided(torch.einsum("jecn,jen->jec", given, direction).clamp_min(0))
 
     def _weights(self, number: int) -> Float[Tensor, "J E C"]:
         """Return the weights w_ij."""
@@ -160,7 +160,9 @@ def recorded(model: nn.Module) -> Iterator[list[Layer]]:
             return tensor
         key = tensor.data_ptr(), tensor.requires_grad and torch.is_grad_enabled()
         known, version, found = copied.get(key, (tensor, -1, tensor))
-        if version != tensor._version or known.shape != tensor.shape or known.stride() != tensor.stride():
+        same = known.shape == tensor.shape and known.stride() == tensor.stride()
+        # Fused optimisers, and changes of tensor.data, do not change the version.
+        if version != tensor._version or not same or not torch.equal(found, tensor):
             found = tensor.clone()
             copied[key] = tensor, tensor._version, found
         return found

@@ -43,15 +43,14 @@ def layers_of(model: nn.Module, images: Images, recipe: Recipe) -> dict[str, dic
             gradient = cast(Tensor, model.get_parameter(f"{name}.transform").grad)
             length = gradient.norm().item() / len(batches)
             with torch.no_grad():
-                couplings = last.votes.couplings(last.agreement)
-                child, sites = layer.routing_map.edges_on(couplings.device)[:, 0], layer.routing_map.child_sites
-                reached = couplings.shape[1] * child.bincount(minlength=sites).double()
-                each = torch.special.entr(couplings.double()).sum(dim=1)
-                entropy = each.new_zeros(len(each), sites, each.shape[2]).index_add_(1, child, each)
-                weight = layer.children.activation.double() * (reached > 1)[:, None]
-                relative = (weight * entropy / reached.clamp_min(2).log()[:, None]).sum() / weight.sum().clamp_min(
-                    1e-12
-                )
+                child, sites = layer.routing_map.edges_on(pixels.device)[:, 0], layer.routing_map.child_sites
+                entropies = []
+                for agreement in (last.agreement, None):
+                    each = torch.special.entr(last.votes.couplings(agreement).double()).sum(dim=1)
+                    entropies.append(each.new_zeros(len(each), sites, each.shape[2]).index_add_(1, child, each))
+                entropy, largest = entropies
+                weight = layer.children.activation.double() * (largest > 1e-9)
+                relative = (weight * entropy / largest.clamp_min(1e-9)).sum() / weight.sum().clamp_min(1e-12)
                 activation = layer.parents.activation.amax(dim=0)
             most[name] = torch.maximum(most[name], activation) if name in most else activation
             row = found.setdefault(name, {"dead": 0.0, "entropy": 0.0, "gradient": 0.0})

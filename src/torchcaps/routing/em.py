@@ -350,6 +350,7 @@ class EMRouting(Rule):
         self.inverse_temperature = inverse_temperature
         self.temperature_schedule = temperature_schedule
         self.parent_activation = parent_activation
+        self.activation_from_mass = parent_activation == "mixing"
         self.mean_damping = mean_damping
         self.tempering = tempering
         self.backend = backend

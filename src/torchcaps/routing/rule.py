@@ -5,6 +5,7 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, overload
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from torchcaps.capsules import Capsules, check_capsules
@@ -106,6 +107,20 @@ class Rule(nn.Module):
         A rule that overrides this method gets both in the dtype of the computation, at least float32.
         """
         return pose, transform
+
+    def contributions(
+        self, votes: Float[Tensor, "J E C R N"], weights: Float[Tensor, "J E C"], columns: int
+    ) -> Float[Tensor, "J E C R columns"]:
+        """Return what each child adds to the pose of each parent, for `torchcaps.inspect`: weight · vote.
+
+        A rule that appends columns to the votes, and uses them for the pose, overrides this method.
+
+        Arguments:
+            votes: the votes of one sample, along each edge of the map, with the columns that `prepare` adds.
+            weights: activation · coupling, or only the coupling if the rule ignores activations.
+            columns: number of columns of a parent's pose.
+        """
+        return weights[..., None, None] * votes[..., :columns]
 
     def route(self, votes: Votes) -> Capsules:
         """Compute the parents: pose ``[B, P, J, R, N]`` and activation ``[B, P, J]``."""

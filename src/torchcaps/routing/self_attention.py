@@ -71,6 +71,10 @@ class SelfAttentionRouting(Rule):
         bias = self.bias.to(transform.dtype)[..., None, None]
         return pose, torch.cat([transform, bias * transform], dim=4)
 
+    def contributions(self, votes: Tensor, weights: Tensor, columns: int) -> Tensor:
+        """Return (c_ij + b_ij) û_ij."""
+        return super().contributions(votes, weights, columns) + votes[..., columns:]
+
     def route(self, votes: Votes) -> Capsules:
         """Return the squashed sums of votes as poses, and the lengths of these poses as activations."""
         rows, columns = votes.parent_shape[3], votes.parent_shape[4] // 2
