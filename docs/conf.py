@@ -19,5 +19,6 @@ html_static_path = ["static"]
 html_css_files = ["wide.css"]
 myst_heading_anchors = 3
 autodoc_typehints = "none"
+autodoc_preserve_defaults = True
 autodoc_member_order = "bysource"
 napoleon_custom_sections = ["Returns"]

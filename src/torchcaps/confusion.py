@@ -87,7 +87,10 @@ def save_confusion(confusion: Int64[Tensor, "K K"], class_names: Sequence[str], 
     figure.colorbar(picture, label="share of the true class")
     axis.set_xlabel("predicted class")
     axis.set_ylabel("true class")
-    if count <= 3 * MOST_NUMBERED:
+    if count > 3 * MOST_NUMBERED:
+        axis.set_xlabel("predicted class (its place in the list of classes, from 0)")
+        axis.set_ylabel("true class (its place in the list of classes, from 0)")
+    else:
         axis.set_xticks(range(count), names, rotation=90, parse_math=False, fontsize=8)
         axis.set_yticks(range(count), names, parse_math=False, fontsize=8)
     if count <= MOST_NUMBERED:

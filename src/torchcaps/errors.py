@@ -1,6 +1,7 @@
 """Errors and warnings for users of the library and the command line; every message is one line."""
 
 import difflib
+import unicodedata
 from collections.abc import Iterable
 
 
@@ -107,14 +108,25 @@ def first_line(error: BaseException) -> str:
 
 
 def caption(text: str, most: int = 24) -> str:
-    """Return `printable` text for a picture, with at most `most` characters.
+    """Return `printable` text for a picture, at most as wide as `most` Latin letters; "…" replaces the middle.
+
+    A letter of an East Asian script and an emoji are as wide as two Latin letters.
 
     Example:
         >>> caption("a long name of a class", most=8)
-        'a long …'
+        'a lo…ass'
     """
     text = printable(text)
-    return text if len(text) <= most else f"{text[: most - 1]}…"
+    if _width(text) <= most:
+        return text
+    start, end = most // 2, most - 1 - most // 2
+    first = next(length for length in range(len(text), -1, -1) if _width(text[:length]) <= start)
+    last = next(place for place in range(len(text) + 1) if _width(text[place:]) <= end)
+    return f"{text[:first]}…{text[last:]}"
+
+
+def _width(text: str) -> int:
+    return sum(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in text)
 
 
 def printable(text: str) -> str:

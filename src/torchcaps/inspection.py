@@ -53,28 +53,30 @@ class Inspection:
         """Draw image, reconstruction, the 20 highest scores, and `support` for the ``count`` top-scoring classes."""
         try:
             from matplotlib.figure import Figure
+            from matplotlib.ticker import MaxNLocator
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError("a figure needs matplotlib: pip install 'torchcaps[train]'") from error
 
         passes, classes = self.support.shape[:2]
         ranked = self.scores.argsort(descending=True, stable=True).tolist()
         best, shown = ranked[:count], sorted(ranked[: max(20, count)])
-        figure = Figure(figsize=(2.2 * (passes + 2), 2.3 * len(best)), layout="constrained")
-        axes = figure.subplots(len(best), passes + 2, squeeze=False)
+        rows = max(len(best), 1 if self.reconstruction is None else 2)
+        figure = Figure(figsize=(2.2 * (passes + 2), 2.3 * rows), layout="constrained")
+        axes = figure.subplots(rows, passes + 2, squeeze=False)
         picture = as_picture(self.image)
         for row, index in enumerate(best):
             for number in range(passes):
                 axis = axes[row, 2 + number]
-                axis.imshow(picture, cmap="gray")
+                axis.imshow(picture, cmap="gray", vmin=0, vmax=1)
                 axis.imshow(self.support[number, index].numpy(), cmap="inferno", alpha=0.65, vmin=0)
                 if not row:
                     axis.set_title(f"iteration {number + 1}", fontsize=9)
             name = f"{caption(self.class_names[index])}: {self.scores[index]:.2f}"
             axes[row, 2].set_ylabel(name, fontsize=9, parse_math=False)
-        axes[0, 0].imshow(picture, cmap="gray")
+        axes[0, 0].imshow(picture, cmap="gray", vmin=0, vmax=1)
         axes[0, 0].set_title("image", fontsize=9)
-        if self.reconstruction is not None and len(best) > 1:
-            axes[1, 0].imshow(as_picture(self.reconstruction.clamp(0, 1)), cmap="gray")
+        if self.reconstruction is not None:
+            axes[1, 0].imshow(as_picture(self.reconstruction.clamp(0, 1)), cmap="gray", vmin=0, vmax=1)
             axes[1, 0].set_title("reconstruction", fontsize=9)
         for axis in axes.flat:
             axis.set(xticks=[], yticks=[])
@@ -85,7 +87,15 @@ class Inspection:
         bars.set_yticks(range(len(shown)), names, fontsize=7, parse_math=False)
         bars.invert_yaxis()
         bars.set_title("scores" if len(shown) == classes else f"{len(shown)} highest scores", fontsize=9)
-        for axis in (*axes[1:, 1], *axes[2 if self.reconstruction is not None else 1 :, 0]):
+        bars.xaxis.set_major_locator(MaxNLocator(3))
+        bars.tick_params(axis="x", labelsize=7)
+        if ((self.scores >= 0) & (self.scores <= 1)).all():
+            bars.set_xlim(0, 1)
+        for axis in (
+            *axes[1:, 1],
+            *axes[2 if self.reconstruction is not None else 1 :, 0],
+            *axes[len(best) :, 2:].flat,
+        ):
             axis.axis("off")
         return figure
 

@@ -15,10 +15,18 @@ from torchcaps.errors import caption
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#999999")
 """Colours that people with colour blindness can distinguish (Okabe & Ito)."""
+STYLES: tuple[dict[str, Any], ...] = (
+    {"color": "#0072B2", "linestyle": "-", "marker": "o"},
+    {"color": "#E69F00", "linestyle": "--", "marker": "s"},
+    {"color": "#009E73", "linestyle": "-.", "marker": "^"},
+    {"color": "#CC79A7", "linestyle": ":", "marker": "D"},
+    {"color": "#000000", "linestyle": (0, (1, 4)), "marker": "v"},
+)
+"""Styles of several lines in one picture, which can also be distinguished in grey."""
 
 
 def save_curves(rows: Sequence[Mapping[str, Any]], path: Path, margins: Sequence[float] = ()) -> None:
-    """Draw loss, validation accuracy and speed over the epochs.
+    """Draw loss, validation accuracy and speed over the epochs, and the mean recall if it differs from the accuracy.
 
     Arguments:
         rows: rows of metrics.csv, one per epoch.
@@ -27,26 +35,38 @@ def save_curves(rows: Sequence[Mapping[str, Any]], path: Path, margins: Sequence
             because the loss rises with the margin; if empty, no line is drawn.
     """
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(11, 3.2), layout="constrained")
     loss, accuracy, speed = figure.subplots(1, 3)
     epochs = [int(row["epoch"]) for row in rows]
-    for name, colour in (("train_loss", COLOURS[0]), ("validation_loss", COLOURS[1])):
-        loss.plot(epochs, [float(row[name]) for row in rows], color=colour, marker=".", label=name.replace("_", " "))
-    loss.legend(fontsize=8)
+    for name, colour, marker in (("train_loss", COLOURS[0], "."), ("validation_loss", COLOURS[1], "x")):
+        values = [float(row[name]) for row in rows]
+        loss.plot(epochs, values, color=colour, marker=marker, label=name.replace("_", " "))
     loss.set_title("loss")
     if margins:
         right = loss.twinx()
         right.plot(epochs, margins[: len(epochs)], color=COLOURS[3], linestyle="--")
         right.set_ylabel("margin (dashed)")
-    accuracy.plot(epochs, [float(row["validation_accuracy_percent"]) for row in rows], color=COLOURS[1], marker=".")
+        loss.set_zorder(1)  # the legend covers the line of the margin
+        loss.patch.set_visible(False)
+    loss.legend(fontsize=8)
+    accuracies, recalls = (
+        [float(row.get(f"validation_{name}_percent") or "nan") for row in rows] for name in ("accuracy", "recall")
+    )
+    accuracy.plot(epochs, accuracies, color=COLOURS[1], marker="x", label="accuracy")
     accuracy.set_title("validation accuracy, %")
-    speed.plot(epochs, [float(row["train_images_per_second"]) for row in rows], color=COLOURS[2], marker=".")
+    if any(abs(one - other) > 0.01 for one, other in zip(accuracies, recalls, strict=True)):
+        accuracy.plot(epochs, recalls, color=COLOURS[0], marker=".", label="mean recall")
+        accuracy.legend(fontsize=8)
+        accuracy.set_title("validation accuracy and mean recall, %")
+    speeds = [float(row["train_images_per_second"]) for row in rows]
+    speed.plot(epochs, speeds, color=COLOURS[2], marker=".")
     speed.set_title("training images per second")
-    speed.set_ylim(bottom=0)
+    speed.set_ylim(0, 1.1 * max(speeds))
     for axis in (loss, accuracy, speed):
         axis.set_xlabel("epoch")
-        axis.xaxis.get_major_locator().set_params(integer=True)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     write_picture(path, figure)
 
 
@@ -129,6 +149,8 @@ def _draw(
         labels = ",\n".join(names[label] for label in truth.reshape(-1).tolist())
         for y, text in ((0.2, labels), (height - 0.2, names[winner])):
             axis.text(x, y, text, ha="center", va="center", fontsize=9, parse_math=False)
+    for y, text in ((0.2, "true"), (height - 0.2, "pred.")):
+        axis.text(0.02, y, text, ha="left", va="center", fontsize=6, color="#666666")
     axis.set(xlim=(0, width), ylim=(height, 0), aspect="auto")
     write_picture(path, figure)
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import lightning
 from lightning.fabric.plugins.io import TorchCheckpointIO
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, RichProgressBar
 from torch import nn
 
 from torchcaps.checkpoints import read_checkpoint, save_sealed
@@ -68,6 +68,19 @@ class RunCheckpoint(ModelCheckpoint):
             path: score for before, score in state_dict["best_k_models"].items() if (path := here(before))
         }
         super().load_state_dict({**state_dict, **moved})
+
+
+class ProgressBar(RichProgressBar):
+    """Lightning's progress bar, which counts epochs from 1, as the printed lines do, and shows no metrics."""
+
+    def __init__(self) -> None:
+        super().__init__(leave=False)
+
+    def _get_train_description(self, current_epoch: int) -> str:
+        return f"epoch {current_epoch + 1}/{self.trainer.max_epochs}"
+
+    def get_metrics(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> dict[str, Any]:
+        return {}
 
 
 class EpochLog(Callback):

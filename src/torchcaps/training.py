@@ -12,7 +12,7 @@ from typing import Any, cast
 import lightning
 import numpy as np
 import torch
-from lightning.pytorch.callbacks import Callback, RichProgressBar
+from lightning.pytorch.callbacks import Callback
 from torch import nn
 
 from torchcaps.batches import SplitBatches, default_workers
@@ -43,7 +43,7 @@ from torchcaps.models.pretrained import check_loadable
 from torchcaps.pictures import save_curves, save_worst
 from torchcaps.recipe import PRECISIONS, Recipe, batch_starts, resolve_precision
 from torchcaps.run_folder import begin_run, check_run, finished, locked, read_rows, read_run, write_run
-from torchcaps.run_writers import AtomicCheckpoints, EpochLog, RunCheckpoint
+from torchcaps.run_writers import AtomicCheckpoints, EpochLog, ProgressBar, RunCheckpoint
 from torchcaps.seen_images import warn_of_seen_images
 from torchcaps.training_module import TrainingModule, class_weights_of, images_for_batch_norms
 
@@ -321,7 +321,7 @@ def _trainer(recipe: Recipe, folder: Path, devices: int, log: EpochLog, logger: 
         strategy="ddp_find_unused_parameters_true" if devices * nodes > 1 else "auto",
         precision=PRECISIONS[recipe.precision],  # type: ignore[arg-type]
         logger=create_logger(logger, folder, recipe),
-        callbacks=[*callbacks, RichProgressBar(leave=False)] if show_bar else callbacks,
+        callbacks=[*callbacks, ProgressBar()] if show_bar else callbacks,
         gradient_clip_val=recipe.gradient_clip or None,
         plugins=[AtomicCheckpoints(), *cluster()],
         default_root_dir=NO_FOLDER,

@@ -8,6 +8,7 @@ from torchcaps.benchmarks import peak_bytes, progress
 from torchcaps.benchmarks.routing import both, em_stack
 from torchcaps.benchmarks.training import matrix_step
 from torchcaps.data.files import write_picture
+from torchcaps.pictures import STYLES
 
 GROWTH: dict[str, list[tuple[int, dict[str, Any]]]] = {
     "batch": [(batch, {"batch": batch}) for batch in (8, 16, 32, 64)],
@@ -60,9 +61,9 @@ def draw_growth(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
     figure = Figure(figsize=(12, 3.2), layout="constrained")
     for axes, what in zip(figure.subplots(1, len(GROWTH), sharey=True), GROWTH, strict=True):
-        for way in WAYS:
+        for way, style in zip(WAYS, STYLES, strict=False):
             own = [row for row in rows if row["case"] == what and row["implementation"] == way]
-            axes.plot([row["value"] for row in own], [row["peak MiB"] for row in own], marker="o", label=way)
+            axes.plot([row["value"] for row in own], [row["peak MiB"] for row in own], label=way, **style)
         axes.set(xlabel=what, yscale="log")
         axes.grid(alpha=0.3)
     figure.axes[0].set_ylabel("peak memory, MiB")

@@ -54,7 +54,7 @@ def draw(rows: list[Row]) -> Figure:
     for place, row in enumerate(rows):
         errors = [100 - value for value in row.ours]
         axis.barh(place, sum(errors) / len(errors), color="#999999" if "CNN" in row.what else "#0072B2")
-        axis.plot(errors, [place] * len(errors), "k.", markersize=4)
+        axis.plot(errors, [place] * len(errors), "k.", markersize=4, label=None if place else "one seed")
         axis.plot(
             100 - float((row.paper or "nan").split()[0]), place, "D", color="#D55E00", label=None if place else "paper"
         )

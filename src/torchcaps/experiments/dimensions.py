@@ -7,7 +7,7 @@ from jaxtyping import Float
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from torchcaps.errors import BadInput
+from torchcaps.errors import BadInput, caption
 from torchcaps.experiments.study import Outcome, Row, Study, scores_of
 from torchcaps.models import CapsNet
 
@@ -80,7 +80,7 @@ def draw(drawings: Tensor, names: list[str]) -> Figure:
         panel = panel if channels == 3 else panel[:, :, :1]
         picture = panel.permute(0, 3, 1, 4, 2).flatten(2, 3).flatten(0, 1)
         axis.imshow(picture.squeeze(-1).clamp(0, 1).numpy(), cmap="gray", vmin=0, vmax=1)
-        axis.set_title(name)
+        axis.set_title(caption(name), parse_math=False)
         axis.set_yticks([(number + 0.5) * height for number in range(numbers)], range(1, numbers + 1), fontsize=7)
         axis.set_xticks([(step + 0.5) * width for step in (0, steps // 2, steps - 1)], ["-0.25", "0", "0.25"])
     figure.supylabel("dimension")

@@ -7,6 +7,7 @@ import torch
 from matplotlib.figure import Figure
 
 from torchcaps.data import Images
+from torchcaps.errors import caption
 from torchcaps.experiments.study import Outcome, Row, Study, part, scores_of
 
 
@@ -50,17 +51,15 @@ def compared(study: Study, data: str, images: int, epochs: int, paper: str, chan
 def draw(images: Images, scores: torch.Tensor) -> Figure:
     """Draw the first misclassified test images."""
     wrong = (scores.argmax(dim=1) != images.labels).nonzero().flatten()[:24]
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    names = [caption(name, 14) for name in images.class_names]
+    figure = Figure(figsize=(9, 4.2), layout="constrained")
     axes = figure.subplots(3, 8).flatten()
     for axis in axes:
         axis.axis("off")
     for axis, index in zip(axes, wrong.tolist(), strict=False):
         pixels = images.pixels[index]
         axis.imshow((pixels if len(pixels) == 3 else pixels[:1]).permute(1, 2, 0).numpy(), cmap="gray")
-        axis.set_title(
-            f"{images.class_names[int(images.labels[index])]}, predicted "
-            f"{images.class_names[int(scores[index].argmax())]}",
-            fontsize=7,
-        )
+        true, predicted = names[int(images.labels[index])], names[int(scores[index].argmax())]
+        axis.set_title(f"{true}\npredicted {predicted}", fontsize=7, parse_math=False)
     figure.suptitle("first misclassified test images")
     return figure

@@ -9,6 +9,7 @@ from torch import nn
 
 from torchcaps.data import Images
 from torchcaps.experiments.study import Outcome, Row, Study, accuracy_of, part, percent, scores_of
+from torchcaps.pictures import STYLES
 from torchcaps.recipes import RECIPES
 
 
@@ -55,8 +56,9 @@ def draw(curves: Sequence[Sequence[float]]) -> Figure:
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for seed, curve in enumerate(curves):
-        (line,) = axes.plot(range(1, len(curve) + 1), curve, label=f"seed {seed}")
-        axes.plot(curve.index(max(curve)) + 1, max(curve), "o", color=line.get_color())
+        style = STYLES[seed % len(STYLES)]
+        axes.plot(range(1, len(curve) + 1), curve, label=f"seed {seed}", **{**style, "marker": ""})
+        axes.plot(curve.index(max(curve)) + 1, max(curve), "o", color=style["color"])
     low = min(curve[len(curve) // 3] for curve in curves)
     axes.set_ylim(low - 0.05, max(map(max, curves)) + 0.05)
     axes.set_xlabel("epoch")

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from torchcaps.data import Images, Splits, shift
-from torchcaps.errors import BadInput
+from torchcaps.errors import BadInput, caption
 from torchcaps.experiments.study import RECENT_DIGITS_NOTE, Outcome, Row, Study, part, percent, scores_of
 from torchcaps.experiments.two_digits import StripClassifier, named_alike
 from torchcaps.losses import margin_loss, reconstruction_loss
@@ -168,15 +168,16 @@ def draw(model: CapsNet, images: Images, count: int = 12) -> Figure:
         reconstructions = [model.decoder(prediction.capsules.pose, best[:, place])[:, 0] for place in range(2)]
     colours = torch.tensor([[1.0, 0.45, 0.0], [0.0, 0.55, 1.0]])
     truth = images.pixels[:count].float() / 255
+    names = [caption(name, 12) for name in images.class_names]
+    between = "\n" if max(map(len, names)) > 3 else " "
     for column in range(count):
-        pair = [images.class_names[label] for label in images.labels[column]]
-        read = [images.class_names[label] for label in best[column]]
+        pair, read = (between.join(names[label] for label in labels[column]) for labels in (images.labels, best))
         axes[0, column].imshow(inputs[column, 0].numpy(), cmap="gray")
-        axes[0, column].set_title(" ".join(pair), fontsize=9)
+        axes[0, column].set_title(pair, fontsize=9, parse_math=False)
         axes[1, column].imshow(torch.einsum("dhw,dc->hwc", truth[column, 1:], colours).clamp(0, 1).numpy())
         both = torch.stack([one[column] for one in reconstructions])
         axes[2, column].imshow(torch.einsum("dhw,dc->hwc", both, colours).clamp(0, 1).numpy())
-        axes[2, column].set_xlabel(" ".join(read), fontsize=9)
+        axes[2, column].set_xlabel(read, fontsize=9, parse_math=False)
     for axis, label in zip(axes[:, 0], ("pair", "digits", "reconstruction"), strict=True):
         axis.set_ylabel(label)
     for axis in axes.flat:

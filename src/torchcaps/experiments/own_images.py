@@ -6,6 +6,7 @@ from matplotlib.figure import Figure
 
 from torchcaps.data import DATASETS
 from torchcaps.experiments.study import Outcome, Row, Study, part
+from torchcaps.pictures import STYLES
 from torchcaps.recipes import OWN_IMAGES, RECIPES
 
 LARGEST = 32
@@ -59,8 +60,8 @@ def draw(curves: dict[str, list[tuple[float, ...]]]) -> Figure:
     """Draw the validation accuracy over the epochs, one curve per recipe."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     axis = figure.subplots()
-    for name, points in curves.items():
-        axis.plot(*zip(*points, strict=True), marker="o", markersize=3, linewidth=0.8, label=name)
+    for (name, points), style in zip(curves.items(), STYLES, strict=False):
+        axis.plot(*zip(*points, strict=True), markersize=4, linewidth=0.8, label=name, **style)
     axis.set_xlabel("epoch")
     axis.set_ylabel("validation accuracy %")
     axis.legend(fontsize=8)

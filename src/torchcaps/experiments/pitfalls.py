@@ -9,6 +9,7 @@ from torch import nn
 from torchcaps.data import Images
 from torchcaps.errors import Diverged
 from torchcaps.experiments.study import Outcome, Row, Study, accuracy_of, part, some
+from torchcaps.pictures import STYLES
 
 ITERATIONS = (1, 2, 3)
 PAPER = {1: "86.2", 2: "95.4", 3: "93.7"}
@@ -69,11 +70,10 @@ def draw(curves: dict[tuple[int, str], list[float]]) -> Figure:
     """Draw the test accuracy over epochs, one panel per number of iterations."""
     figure = Figure(figsize=(11, 3.6), layout="constrained")
     axes = figure.subplots(1, len(ITERATIONS), sharey=True)
-    styles = [("#0072B2", "-"), ("#E69F00", "--"), ("#009E73", "-."), ("#CC79A7", ":"), ("#000000", (0, (1, 4)))]
     for axis, iterations in zip(axes, ITERATIONS, strict=True):
-        for name, (colour, style) in zip(OFF, styles, strict=True):
+        for name, style in zip(OFF, STYLES, strict=True):
             values = curves[iterations, name]
-            axis.plot(range(1, len(values) + 1), values, color=colour, linestyle=style, marker=".", label=name)
+            axis.plot(range(1, len(values) + 1), values, markersize=4, label=name, **style)
         axis.set_title(f"T = {iterations}")
         axis.set_xlabel("epoch")
         axis.xaxis.get_major_locator().set_params(integer=True)

@@ -7,6 +7,7 @@ from matplotlib.figure import Figure
 from torchcaps.data import Splits, load_splits
 from torchcaps.errors import BadInput
 from torchcaps.experiments.study import Outcome, Row, Study, part, some
+from torchcaps.pictures import COLOURS
 from torchcaps.recipes import create_recipe
 from torchcaps.recipes.matrix_capsules import VARIATIONAL
 
@@ -66,15 +67,18 @@ def run(study: Study) -> Outcome:
 
 
 def draw(rows: list[Row]) -> Figure:
-    """Draw one bar per row, and a line at the accuracy of the unchanged recipe."""
+    """Draw one point per row, and a line at the accuracy of the unchanged recipe."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     axis = figure.subplots()
     means = [sum(row.ours) / len(row.ours) for row in rows]
-    axis.barh([row.what.partition(":")[0] for row in rows], means, color="#0072B2")
-    axis.axvline(means[0], color="#D55E00", linewidth=1)
+    axis.axvline(means[0], color=COLOURS[1], linewidth=1, linestyle="--", label="the recipe")
+    axis.plot(means, [row.what.partition(":")[0] for row in rows], "o", color=COLOURS[0])
+    white = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
     for place, mean in enumerate(means):
-        axis.text(mean - 0.3, place, f"{mean:.1f}", va="center", ha="right", color="white", fontsize=8)
+        axis.text(mean - 0.5, place, f"{mean:.1f}", va="center", ha="right", fontsize=8, bbox=white)
     axis.invert_yaxis()
     axis.set_xlim(max(0, min(means) - 5), 100)
     axis.set_xlabel("accuracy on toys of another rendering %")
+    axis.grid(axis="y", linewidth=0.3)
+    axis.legend(fontsize=8, loc="lower left")
     return figure

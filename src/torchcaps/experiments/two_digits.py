@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from torchcaps.capsules import Capsules, lengths
 from torchcaps.data import Images, Preprocessing, Splits
-from torchcaps.errors import BadInput
+from torchcaps.errors import BadInput, caption
 from torchcaps.experiments.study import Outcome, Row, Study, part, percent, scores_of
 from torchcaps.losses import margin_loss
 from torchcaps.models import PooledCapsNet
@@ -225,6 +225,8 @@ def draw(model: PooledCapsNet, images: Images) -> Figure:
     """Draw strips of two and three digits, the lengths of all class capsules, and the couplings of the longest ones."""
     figure = Figure(figsize=(11, 6.4), layout="constrained")
     axes = figure.subplots(4, 5, width_ratios=[2, 2.2, 1.6, 1.6, 1.6])
+    names = [caption(name, 12) for name in images.class_names]
+    rotation = 90 if max(map(len, names)) > 2 else 0
     for row, length in enumerate((2, 2, 3, 3)):
         strip = strips(images, length, 2, seed=1)
         pixels, labels = strip.pixels[row % 2, None], strip.labels[row % 2]
@@ -232,10 +234,10 @@ def draw(model: PooledCapsNet, images: Images) -> Figure:
             trace = traced(model, Preprocessing().plain(pixels))
         best = read_order(model, pixels, length)["couplings"][0]
         axes[row, 0].imshow(pixels[0, 0].numpy(), cmap="gray")
-        axes[row, 0].set_title("digits " + " ".join(images.class_names[label] for label in labels), fontsize=9)
-        colours = ["#0072B2" if label in best else "#999999" for label in range(len(images.class_names))]
-        axes[row, 1].bar(range(len(images.class_names)), trace.lengths[0].numpy(), color=colours)
-        axes[row, 1].set_xticks(range(len(images.class_names)), images.class_names, fontsize=7)
+        axes[row, 0].set_title(" ".join(names[label] for label in labels), fontsize=9, parse_math=False)
+        colours = ["#0072B2" if label in best else "#999999" for label in range(len(names))]
+        axes[row, 1].bar(range(len(names)), trace.lengths[0].numpy(), color=colours)
+        axes[row, 1].set_xticks(range(len(names)), names, fontsize=7, rotation=rotation, parse_math=False)
         axes[row, 1].set_ylim(0, 1)
         axes[row, 1].set_title("length of each class capsule", fontsize=9)
         for column in range(3):
@@ -245,9 +247,8 @@ def draw(model: PooledCapsNet, images: Images) -> Figure:
                 continue
             couplings = trace.couplings[0, best[column]]
             axis.imshow(couplings.numpy(), cmap="viridis", vmin=0)
-            axis.set_title(
-                f"couplings of {images.class_names[int(best[column])]}, 0 to {couplings.max():.2f}", fontsize=9
-            )
+            title = f"couplings of {names[int(best[column])]}, 0 to {couplings.max():.2f}"
+            axis.set_title(title, fontsize=9, parse_math=False)
     for axis in [*axes[:, 0], *axes[:, 2:].flat]:
         axis.set_xticks([])
         axis.set_yticks([])

@@ -6,6 +6,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from torchcaps.data import Images, Preprocessing
+from torchcaps.errors import caption
 from torchcaps.experiments.study import Outcome, Row, Study, scores_of
 from torchcaps.recording import recorded
 
@@ -110,7 +111,7 @@ def draw(
                 axis.set_yticks([])
                 axis.tick_params(labelsize=7)
                 if row == 0:
-                    axis.set_title(name, fontsize=9, color=colours.get(label, "black"))
+                    axis.set_title(caption(name, 12), fontsize=9, color=colours.get(label, "black"), parse_math=False)
             axes[row, 1].set_ylabel(f"iteration {row + 1}", fontsize=9)
         axes[0, 0].imshow(shown.numpy(), cmap="gray")
         axes[0, 0].set_title(f"{outcome}ly classified", fontsize=9)
