@@ -117,3 +117,10 @@ def test_integer_images_labels_that_are_no_classes_and_inference_mode_are_refuse
             attack(model, images, torch.tensor([0, label]), 0.1)
     with torch.inference_mode(), pytest.raises(ValueError, match=r"inside torch\.inference_mode"):
         attack(model, images, torch.tensor([0, 1]), 0.1)
+
+
+@pytest.mark.usefixtures("untyped")
+def test_losses_can_have_labels_of_any_kind():
+    images, soft = torch.rand(2, 1, 1, 3), torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.2, 0.8]])
+    for loss in (functional.cross_entropy, functional.binary_cross_entropy_with_logits):
+        assert (fgsm(lambda x: x.flatten(1), images, soft, 0.1, loss=loss) != images).any()

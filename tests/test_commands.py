@@ -216,8 +216,8 @@ def test_damaged_images_are_named_and_the_other_images_are_predicted(call, finis
         code, out, error = call("predict", finished[0], folder, *words)
         assert code == 0
         assert re.fullmatch(
-            "warning: no prediction for .*b.png cannot be .*: replace or remove it\n"
-            "warning: no prediction for .*c.png cannot be .*: replace or remove it\n",
+            "warning: no prediction: .*b.png cannot be .*: replace or remove it\n"
+            "warning: no prediction: .*c.png cannot be .*: replace or remove it\n",
             error,
         )
         assert "b.png" not in out

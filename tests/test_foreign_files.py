@@ -44,18 +44,33 @@ def test_a_resumed_run_removes_no_other_files(changed, succeeds, images, tmp_pat
     assert (folder / "model.safetensors").is_file()
 
 
+def optimizer_of(checkpoint):
+    return checkpoint["optimizer_states"][0]
+
+
 def shorter(checkpoint):
-    for state in checkpoint["optimizer_states"][0]["state"].values():
+    for state in optimizer_of(checkpoint)["state"].values():
         state["exp_avg"] = torch.zeros(1, 1)
+
+
+def repeated(checkpoint):
+    for state in optimizer_of(checkpoint)["state"].values():
+        state["exp_avg"] = torch.zeros(1).expand(state["exp_avg"].shape)
 
 
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
         (shorter, r"exp_avg of weight 0 has shape \[1, 1\]"),
+        (repeated, "exp_avg of weight 0 has shape"),
+        (lambda checkpoint: optimizer_of(checkpoint)["param_groups"][0]["params"].reverse(), "other weights"),
+        (lambda checkpoint: optimizer_of(checkpoint)["param_groups"][0].update(amsgrad=True), "amsgrad"),
+        (lambda checkpoint: optimizer_of(checkpoint)["state"].clear(), "no state"),
+        (lambda checkpoint: optimizer_of(checkpoint)["state"][0].pop("exp_avg_sq"), "other entries"),
+        (lambda checkpoint: checkpoint.update(loops={}), "fit_loop"),
         (lambda checkpoint: checkpoint.pop("epoch"), "epoch"),
         (lambda checkpoint: checkpoint.update(epoch="1"), "epoch"),
-        (lambda checkpoint: checkpoint.update(epoch=-1), "the epoch is -1"),
+        (lambda checkpoint: checkpoint.update(epoch=-1), "epoch is -1"),
         (lambda checkpoint: checkpoint.pop("optimizer_states"), "optimizer_states"),
         (lambda checkpoint: checkpoint.pop("lr_schedulers"), "lr_schedulers"),
     ],

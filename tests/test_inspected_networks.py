@@ -159,3 +159,11 @@ def test_an_image_that_is_neither_a_path_nor_pixels_is_refused():
     model = PooledCapsNet((1, 14, 14), 3).eval()
     with pytest.raises(BadInput, match=r"image must be a path, or pixels \[C, H, W\]; got list \[0.5\]"):
         inspect(Classifier(model, ("ant", "bee", "cat"), (1, 14, 14), Preprocessing()), [0.5])
+
+
+@pytest.mark.usefixtures("untyped")
+def test_a_network_without_class_names_is_refused_with_the_cure():
+    with pytest.raises(
+        BadInput, match=r"classifier must be a Classifier; got .*: use Classifier\(network, class_names"
+    ):
+        inspect(nn.Sequential(), torch.rand(1, 12, 12))

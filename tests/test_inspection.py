@@ -27,7 +27,7 @@ from torchcaps import (
 from torchcaps.data.mnist_5k import load_mnist_5k
 from torchcaps.errors import BadInput
 from torchcaps.explore import Explorer, View, attacked, redrawn, sources_of, toy_view, toy_views
-from torchcaps.feature_maps import FeatureMap, feature_maps, in_the_image
+from torchcaps.feature_maps import FeatureMap, feature_maps, in_the_image, place_of
 from torchcaps.inspection import about_crops
 from torchcaps.recording import recorded
 from torchcaps.routing import ROUTINGS
@@ -125,14 +125,14 @@ def test_positions_of_feature_maps_are_the_centres_of_receptive_fields(name):
 def test_a_site_is_drawn_at_the_centre_of_its_receptive_field():
     below = torch.zeros(1, 1, 36)
     below[0, 0, 7] = 1.0
-    maps = [FeatureMap((6, 6), (8.0, 8.0), (2.0, 2.0))]
-    drawn = in_the_image(below, maps, 28, 28, 36)[0, 0]
+    place = FeatureMap((6, 6), (8.0, 8.0), (2.0, 2.0))
+    drawn = in_the_image(below, place, 28, 28)[0, 0]
     assert (drawn.argmax() // 28, drawn.argmax() % 28) == (10, 10)
     torch.testing.assert_close(drawn.sum(), torch.ones(()))
     torch.testing.assert_close(drawn[10, 9:12], drawn[10, 10] * torch.tensor([0.5, 1.0, 0.5]))
     with pytest.raises(BadInput, match="36 sites"):
-        in_the_image(below, [FeatureMap((5, 5), (0.0, 0.0), (1.0, 1.0))], 28, 28, 36)
-    row = in_the_image(torch.ones(1, 1, 3), [FeatureMap((1, 3), (3.0, 3.0), (8.0, 8.0))], 24, 24, 3)[0, 0]
+        place_of([FeatureMap((5, 5), (0.0, 0.0), (1.0, 1.0))], 36, sure=True)
+    row = in_the_image(torch.ones(1, 1, 3), FeatureMap((1, 3), (3.0, 3.0), (8.0, 8.0)), 24, 24)[0, 0]
     assert (row == row[:1]).all()
     assert row[0].argmax() in range(3, 20)
 

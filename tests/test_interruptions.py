@@ -140,8 +140,8 @@ def check_best_of(folder, losses, epochs):
     """Check the best weights of a finished run that was trained further, interrupted, and then lost best.ckpt."""
     known = {"test_images": 10, "test_accuracy_percent": 50.0, "test_evaluations": 1, "classes": {}}
     (folder / "metrics.json").write_text(json.dumps({**known, "epochs_planned": 12, "epochs": epochs, "best_epoch": 1}))
-    rows = [f"{epoch},1,1,50,{loss}" for epoch, loss in enumerate(losses, start=1)]
-    names = "epoch,seconds,train_images_per_second,validation_accuracy_percent,validation_loss"
+    rows = [f"{epoch},1,1,50,1,{loss}" for epoch, loss in enumerate(losses, start=1)]
+    names = "epoch,seconds,train_images_per_second,validation_accuracy_percent,train_loss,validation_loss"
     (folder / "metrics.csv").write_text("\n".join([names, *rows]) + "\n")
     check_best(folder, tiny(12), trained=len(rows))
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from conftest import ENVIRONMENT, SMALL_CAPSNET, TWO_PROCESSES, train
+from conftest import COMMAND, ENVIRONMENT, SMALL_CAPSNET, TWO_PROCESSES, train
 from torchcaps import BadInput
 from torchcaps.environment import LAUNCHER, check_variables, first_process, processes
 
@@ -129,7 +129,7 @@ def test_processes_and_machines_are_those_of_torchrun(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK"])
-@pytest.mark.parametrize("value", ["1", "", "abc"])
+@pytest.mark.parametrize("value", ["1", "2"])
 def test_variables_of_a_job_system_do_not_make_a_training_overwrite_a_run(
     name, value, monkeypatch, refused, run, images
 ):
@@ -139,6 +139,15 @@ def test_variables_of_a_job_system_do_not_make_a_training_overwrite_a_run(
     error = train(refused, images, run, "--epochs", 1, "--batch-size", 2, "--lr", 0.1)
     assert f"the environment variable {name} is set, but torchrun has not started this process" in error
     assert {path: path.read_bytes() for path in run.iterdir() if path.is_file()} == before
+
+
+@pytest.mark.parametrize("value", ["", "abc"])
+def test_a_rank_that_is_not_a_number_is_refused(value):
+    words = [*COMMAND, "train", "capsnet-mnist-5k", "--dry-run"]
+    environment = {**ENVIRONMENT, "RANK": value}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert f"the environment variable RANK is not a number; got {value!r}: unset RANK" in done.stderr
 
 
 def test_a_rank_of_0_is_refused_only_if_lightning_would_wait_for_other_processes(monkeypatch):

@@ -216,6 +216,20 @@ def test_counting_predictions_needs_no_more_memory_than_the_confusion_matrix(sha
     assert torch.equal(found.compute(), expected.compute())
 
 
+def test_predictions_that_do_not_fit_the_labels_are_not_counted():
+    matrix = ConfusionMatrix(20)
+    matrix.update(torch.rand(3, 20, 2), torch.randint(20, (3, 2)))
+    matrix.update(torch.full((2,), 19), torch.full((2,), 19, dtype=torch.uint8))
+    assert (matrix.compute().sum(), matrix.compute()[19, 19] >= 2) == (8, True)
+    for predicted, labels, message in (
+        (torch.zeros(2, 1, dtype=torch.long), torch.zeros(2, 2, dtype=torch.long), r"shape of the labels, \[2, 2\]"),
+        (torch.tensor([20]), torch.tensor([0]), "predictions must be from 0 to 19; got 20 to 20"),
+        (torch.tensor([0]), torch.tensor([-1]), "labels must be from 0 to 19; got -1 to -1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            matrix.update(predicted, labels)
+
+
 def test_the_picture_of_a_confusion_matrix_shows_the_numbers_of_images(tmp_path):
     pictures = []
     for times in (1, 2):

@@ -12,6 +12,7 @@ from torchcaps import (
     Classifier,
     ConvCaps,
     DenseCaps,
+    EMRouting,
     Prediction,
     Preprocessing,
     PrimaryCaps,
@@ -19,7 +20,7 @@ from torchcaps import (
     SharedCaps,
     inspect,
 )
-from torchcaps.feature_maps import FeatureMap, in_the_image
+from torchcaps.feature_maps import FeatureMap, in_the_image, place_of
 from torchcaps.inspection import _support_below
 from torchcaps.recording import recorded
 
@@ -75,17 +76,17 @@ def test_capsules_with_a_pose_of_zero_support_no_class(rule):
     image = torch.zeros(1, 9, 9)
     image[0, 3:6, 3:6] = 1  # only the site in the centre sees it
     network = Classifier(TwoLayers(rule).eval(), ("ant", "bee", "cat"), (1, 9, 9), Preprocessing())
-    of_centre = in_the_image(torch.eye(9)[4][None, None], [FeatureMap((3, 3), (1.0, 1.0), (3.0, 3.0))], 9, 9, 9)
+    of_centre = in_the_image(torch.eye(9)[4][None, None], FeatureMap((3, 3), (1.0, 1.0), (3.0, 3.0)), 9, 9)
     found = inspect(network, image).support
     torch.testing.assert_close(found, of_centre.expand_as(found))
 
 
 @pytest.mark.parametrize("first", [-3.0, 0.0, 1.0])
 def test_sites_at_the_border_keep_their_support(first):
-    below, maps = torch.rand(2, 3, 9), [FeatureMap((3, 3), (first, first), (4.0, 4.0))]
-    torch.testing.assert_close(in_the_image(below, maps, 9, 11, 9).sum(dim=(2, 3)), below.sum(dim=2))
+    below, place = torch.rand(2, 3, 9), FeatureMap((3, 3), (first, first), (4.0, 4.0))
+    torch.testing.assert_close(in_the_image(below, place, 9, 11).sum(dim=(2, 3)), below.sum(dim=2))
     for site in range(9):
-        drawn = in_the_image(torch.eye(9)[site][None, None], maps, 9, 11, 9)
+        drawn = in_the_image(torch.eye(9)[site][None, None], place, 9, 11)
         row, column = (int(max(0, first + 4 * place)) for place in divmod(site, 3))
         assert divmod(int(drawn.argmax()), 11) == (min(row, 8), column)
 
@@ -105,10 +106,55 @@ class Pooled(nn.Module):
 def test_the_place_of_capsules_behind_unknown_operations_is_not_guessed():
     for pool in (lambda x: functional.max_pool2d(x, 2), nn.AdaptiveMaxPool2d(4), nn.Upsample(scale_factor=2)):
         network = Classifier(Pooled(pool).eval(), ("ant", "bee", "cat"), (1, 16, 16), Preprocessing())
-        with pytest.raises(BadInput, match=r"no feature map .* has this number of positions \(the last one is 8×8"):
+        with pytest.raises(BadInput, match=r"but the last feature map from a convolution or pooling module is 8×8"):
             inspect(network, torch.rand(1, 16, 16))
     known = Classifier(Pooled(nn.MaxPool2d(2)).eval(), ("ant", "bee", "cat"), (1, 16, 16), Preprocessing())
     assert inspect(known, torch.rand(1, 16, 16)).support.shape[2:] == (16, 16)
+
+
+class Flattened(nn.Module):
+    def forward(self, children):
+        return Capsules(*(part.flatten(1, 2).unsqueeze(2) for part in children))
+
+
+class Views(nn.Module):
+    """Four capsules at each of 6×6 positions, as 144 sites; an earlier feature map has 144 positions."""
+
+    def __init__(self, as_module):
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2d(1, 4, 3, bias=False), nn.ReLU())
+        self.primary = PrimaryCaps(4, 4, 4, 2, stride=2, bias=False)
+        self.flattened = Flattened() if as_module else lambda children: Flattened.forward(None, children)
+        self.classes = DenseCaps(144, 1, 4, 3, 8)
+
+    def forward(self, images, labels=None):
+        capsules = self.classes(self.flattened(self.primary(self.features(images))))
+        return Prediction(capsules.activation[:, 0], capsules)
+
+
+@pytest.mark.parametrize("as_module", [True, False])
+def test_several_sites_at_one_position_are_not_taken_for_an_earlier_map(as_module):
+    network = Classifier(Views(as_module).eval(), ("ant", "bee", "cat"), (1, 14, 14), Preprocessing())
+    image = torch.zeros(1, 14, 14)
+    image[0, 9:13, 1:5] = 1
+    support = inspect(network, image).support[-1, 0]
+    assert support[6:, :8].sum() > 0.9
+
+
+def test_capsules_without_a_module_that_returns_them_are_refused_if_the_map_is_uncertain():
+    maps = [FeatureMap((12, 12), (1.0, 1.0), (1.0, 1.0)), FeatureMap((6, 6), (1.5, 1.5), (2.0, 2.0))]
+    assert place_of(maps, 144, sure=True) is maps[0]
+    for positions, given in ((144, maps), (72, maps), (16, [FeatureMap((4, 4), (0.0, 0.0), (2.0, 2.0)), maps[0]])):
+        with pytest.raises(BadInput, match="in a module that returns Capsules with one site per position"):
+            place_of(given, positions, sure=False)
+
+
+def test_a_subclass_of_em_can_state_that_its_activation_comes_from_the_mass():
+    class OfMass(EMRouting):
+        activation_from_mass = True
+
+    assert OfMass(3).activation_from_mass
+    assert not EMRouting(3).activation_from_mass
 
 
 @torch.no_grad()

@@ -26,7 +26,8 @@ def input_gradient(
     images = images.detach().requires_grad_()
     with torch.enable_grad():
         scores = classifier(images)
-        if scores.ndim == 2:
+        # PyTorch ignores the label -100. Other losses can have labels of another kind.
+        if loss is functional.cross_entropy and labels.ndim == 1 and isinstance(scores, Tensor) and scores.ndim == 2:
             check_labels(labels, scores.shape[1])
         total = len(images) * loss(scores, labels)
     return torch.autograd.grad(total, images)[0]

@@ -19,9 +19,6 @@ SEAL = b"\nsha256:"
 `torch.load` ignores the separator and the checksum.
 """
 
-OF_ONE_WEIGHT = ("exp_avg", "exp_avg_sq", "momentum_buffer")
-"""Tensors in the state of `OPTIMIZERS` that have the shape of a weight; other tensors contain one number."""
-
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
     """Read a checkpoint and verify its checksum.
@@ -67,33 +64,48 @@ def load_checkpoint(path: Path, module: nn.Module) -> dict[str, Any]:
 def load_last(path: Path, module: nn.Module) -> dict[str, Any]:
     """Read the checkpoint from which a training continues, and check its weights, its epoch and its optimiser.
 
-    PyTorch does not check the shapes in the state of an optimiser, and fused optimisers write behind the end of tensors
-    that are too small. Optimisers of a subclass of `TrainingModule` are not checked.
+    PyTorch does not check the state of an optimiser, and fused optimisers write behind the end of tensors that are too
+    small. Optimisers of a subclass of `TrainingModule` are not checked.
 
     Raises:
         BadInput: the checkpoint cannot be read or belongs to another model, or an entry is missing or damaged.
     """
     checkpoint = load_checkpoint(path, module)
-    shapes = [parameter.shape for parameter in module.parameters()]
+    configure: Any = getattr(module, "configure_optimizers", None)
     try:
         for name in ("epoch", "global_step"):
             check_kind(name, checkpoint[name], int)
-        if checkpoint["epoch"] < 0:
-            raise ValueError(f"the epoch is {checkpoint['epoch']}")
-        for optimizer in checkpoint["optimizer_states"] if _has_optimizer_of_recipe(module) else ():
-            for index, state in optimizer["state"].items():
-                for name, value in state.items():
-                    if value is not None and value.shape != (shapes[index] if name in OF_ONE_WEIGHT else ()):
-                        raise ValueError(f"{name} of weight {index} has shape {[*value.shape]}")
-        [checkpoint[name] for name in ("lr_schedulers", "loops", "callbacks")]
+            if checkpoint[name] < 0:
+                raise ValueError(f"{name} is {checkpoint[name]}")
+        checkpoint["loops"]["fit_loop"], checkpoint["callbacks"].items()
+        if getattr(configure, "__module__", None) == "torchcaps.training_module":
+            [state], [schedule] = checkpoint["optimizer_states"], checkpoint["lr_schedulers"]
+            schedule["lr_lambdas"], schedule["last_epoch"]
+            _check_optimizer(configure()["optimizer"], state)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise unreadable(path, error, "restore it from a copy, or train again in another folder with --out") from error
     return checkpoint
 
 
-def _has_optimizer_of_recipe(module: nn.Module) -> bool:
-    configure = getattr(type(module), "configure_optimizers", None)
-    return getattr(configure, "__module__", None) == "torchcaps.training_module"
+def _check_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """Check the saved state of an optimiser in `OPTIMIZERS`."""
+    [own], [given] = optimizer.param_groups, saved["param_groups"]
+    for name in ("amsgrad", "momentum", "nesterov", "maximize", "centered"):
+        if given.get(name) != own.get(name):
+            raise ValueError(f"{name} of the optimiser is {given.get(name)}")
+    weights = own["params"]
+    if given["params"] != [*range(len(weights))]:
+        raise ValueError("the optimiser has other weights")
+    names = {"momentum_buffer"} if own.get("momentum") else {"step", "exp_avg", "exp_avg_sq"}
+    if not saved["state"]:
+        raise ValueError("the optimiser has no state")
+    for index, state in saved["state"].items():
+        if {*state} != names:
+            raise ValueError(f"the state of weight {index} has other entries")
+        for name, value in state.items():
+            right = () if name == "step" else weights[index].shape
+            if value.shape != right or value.clone().stride() != value.stride():  # a clone does not repeat elements
+                raise ValueError(f"{name} of weight {index} has shape {[*value.shape]} and strides {value.stride()}")
 
 
 def _check_shapes(path: Path, weights: Mapping[str, Any] | None, module: nn.Module) -> None:

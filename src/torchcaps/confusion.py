@@ -10,6 +10,7 @@ from jaxtyping import Int64
 from torch import Tensor
 from torchmetrics.classification import MulticlassConfusionMatrix
 
+from torchcaps.checks import bounds
 from torchcaps.data.files import write_picture
 from torchcaps.errors import DataWarning, caption
 
@@ -26,7 +27,15 @@ class ConfusionMatrix(MulticlassConfusionMatrix):
     def update(self, preds: Tensor, target: Tensor) -> None:
         """Add the predicted and the true class of several images."""
         matrix: Any = self.confmat
-        pairs = (target * self.num_classes + preds).flatten()
+        if preds.ndim == target.ndim + 1:
+            preds = preds.argmax(dim=1)
+        if preds.shape != target.shape:
+            raise ValueError(f"predictions must have the shape of the labels, {[*target.shape]}; got {[*preds.shape]}")
+        for name, part in (("predictions", preds), ("labels", target)):
+            low, high = bounds(part) if part.numel() else (0, 0)
+            if low < 0 or high >= self.num_classes:
+                raise ValueError(f"{name} must be from 0 to {self.num_classes - 1}; got {low:g} to {high:g}")
+        pairs = (target.long() * self.num_classes + preds.long()).flatten()
         matrix += torch.bincount(pairs, minlength=matrix.numel()).view_as(matrix)
 
 

@@ -51,6 +51,18 @@ def processes(devices: int) -> tuple[int, int]:
     return here, int(sizes["WORLD_SIZE"]) // max(1, here)
 
 
+def check_ranks() -> None:
+    """Check that the variables that Lightning reads when it is imported are numbers.
+
+    Raises:
+        BadInput: RANK, LOCAL_RANK or SLURM_PROCID is set, but not a number.
+    """
+    for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"):
+        value = os.environ.get(name, "0")
+        if not re.fullmatch("[0-9]+", value):
+            raise BadInput(f"the environment variable {name} is not a number; got {value!r}: unset {name}")
+
+
 def check_variables(devices: int) -> None:
     """Check that no environment variable makes Lightning expect processes that nobody has started.
 

@@ -140,41 +140,59 @@ def _pair(value: Any) -> Any:
     return (value, value) if isinstance(value, int) else value
 
 
-def in_the_image(
-    below: Float[Tensor, "passes J S"], maps: Sequence[FeatureMap], height: int, width: int, positions: int
-) -> Float[Tensor, "passes J H W"]:
-    """Distribute values at the sites of the first capsules among the pixels around the centre of each site.
+def place_of(maps: Sequence[FeatureMap], positions: int, sure: bool) -> FeatureMap | None:
+    """Return the feature map from which the first capsules were computed; None if they have only one position.
 
-    The S sites have ``positions`` different positions in a feature map; consecutive sites share a position.
-    Along each axis, the share of a pixel falls linearly from the centre of a site to the centres of its neighbours. The
-    shares of a site sum to 1, also at the border of the image. A centre outside the image is moved to its border. Along
-    an axis with a single site, all pixels have the same share.
+    Arguments:
+        maps: feature maps, in the order in which they were computed.
+        positions: number of positions of the first capsules.
+        sure: False if each position can have several sites, so that ``positions`` is too large.
+
+    Raises:
+        BadInput: it is unknown which feature map is the right one.
     """
-    if below.shape[2] == 1:
-        return below.expand(-1, -1, height * width).unflatten(2, (height, width)) / (height * width)
+    if positions == 1:
+        return None
     if not maps:
         raise BadInput(
             "no convolution or pooling module computed the features of the first capsules, so the place of a site in "
             "the image is unknown: compute them with a module such as torch.nn.Conv2d"
         )
-    place = next((one for one in reversed(maps) if math.prod(one.grid) == positions), None)
-    if place is None:
-        last = f"{maps[-1].grid[0]}×{maps[-1].grid[1]}"
+    counts = [math.prod(one.grid) for one in maps]
+    found = max((index for index, count in enumerate(counts) if count == positions), default=None)
+    later = [] if found is None else counts[found + 1 :]
+    if found is None or any(count > positions or (not sure and count > 1 and not positions % count) for count in later):
         raise BadInput(
-            f"the first capsules have {positions} sites, but no feature map from a convolution or pooling module has "
-            f"this number of positions (the last one is {last}), so the place of a site in the image is unknown: "
-            "inspect a network with one site per position of a feature map"
+            f"the first capsules have {positions} sites, but the last feature map from a convolution or pooling module "
+            f"is {maps[-1].grid[0]}×{maps[-1].grid[1]}, so the place of a site in the image is unknown: compute the "
+            "capsules in a module that returns Capsules with one site per position of the last map, such as PrimaryCaps"
         )
-    values = below.unflatten(2, (*place.grid, -1)).sum(dim=4)
-    down, across = (_shares(place, axis, pixels).to(values) for axis, pixels in ((0, height), (1, width)))
+    return maps[found]
+
+
+def in_the_image(
+    below: Float[Tensor, "passes J S"], place: FeatureMap | None, height: int, width: int
+) -> Float[Tensor, "passes J H W"]:
+    """Distribute values at the sites of the first capsules among the pixels around the centre of each site.
+
+    Consecutive sites share a position of the feature map ``place``. Along each axis, the share of a pixel falls
+    linearly from the centre of a site to the centres of its neighbours. The shares of a site sum to 1, also at the
+    border of the image. A centre outside the image is moved to its border. Along an axis with a single site, all pixels
+    have the same share.
+    """
+    grid, first, step = place or FeatureMap((1, 1), (0.0, 0.0), (1.0, 1.0))
+    values = below.unflatten(2, (*grid, -1)).sum(dim=4)
+    down, across = (
+        _shares(grid[axis], first[axis], step[axis], pixels).to(values) for axis, pixels in ((0, height), (1, width))
+    )
     return torch.einsum("kjrc,rh,cw->kjhw", values, down, across)
 
 
-def _shares(place: FeatureMap, axis: int, pixels: int) -> Float[Tensor, "sites pixels"]:
+def _shares(sites: int, first: float, step: float, pixels: int) -> Float[Tensor, "sites pixels"]:
     """Compute the share of each pixel in each site along an axis."""
-    sites, step = place.grid[axis], max(1.0, place.step[axis])
     if sites == 1:
-        return torch.full((1, pixels), 1 / pixels)
-    centres = (place.first[axis] + place.step[axis] * torch.arange(sites)).clamp(0, pixels - 1)
-    shares = (1 - (torch.arange(pixels) - centres[:, None]).abs() / step).clamp_min(0)
+        return torch.full((1, pixels), 1 / pixels, device="cpu")
+    places, positions = (torch.arange(size, device="cpu") for size in (sites, pixels))
+    centres = (first + step * places).clamp(0, pixels - 1)
+    shares = (1 - (positions - centres[:, None]).abs() / max(1.0, step)).clamp_min(0)
     return shares / shares.sum(dim=1, keepdim=True)

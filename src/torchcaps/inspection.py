@@ -11,9 +11,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from torchcaps.capsules import Capsules, Prediction
+from torchcaps.checks import described
 from torchcaps.classifier import Classifier, check_finite, evaluating
 from torchcaps.errors import BadInput, caption
-from torchcaps.feature_maps import feature_maps, in_the_image
+from torchcaps.feature_maps import feature_maps, in_the_image, place_of
 from torchcaps.pictures import COLOURS, as_picture
 from torchcaps.recording import RECORDING, Layer, equal_parts, recorded
 
@@ -131,6 +132,11 @@ def inspect(classifier: Classifier, image: str | Path | Tensor | np.ndarray) -> 
         >>> inspect(classifier, torch.zeros(1, 20, 20, dtype=torch.uint8)).support.shape
         torch.Size([3, 3, 20, 20])
     """
+    if not isinstance(classifier, Classifier):
+        raise BadInput(
+            f"classifier must be a Classifier; got {described(classifier)}: use Classifier(network, class_names, "
+            "image_shape, Preprocessing())"
+        )
     inputs, model = classifier.preprocessed(image), classifier.model
     if not torch.isfinite(inputs).all():
         raise BadInput("image contains NaN or Inf: give finite numbers")
@@ -149,8 +155,11 @@ def inspect(classifier: Classifier, image: str | Path | Tensor | np.ndarray) -> 
         if not layer.passes:
             raise BadInput(f"the rule {layer.name} never calls Votes.moments: inspect a network with another rule")
     _check_chain(layers, prediction.capsules, prediction.scores.shape[1])
-    positions = _positions(layers[0].children, maps.capsules)
-    support = in_the_image(_support_below(layers), maps, inputs.shape[2], inputs.shape[3], positions)
+    # A layer such as SharedCaps counts every capsule as a site of its own. The first capsules show the positions.
+    same = [one for one in maps.capsules if all(equal_parts(one, layers[0].children))]
+    positions = (same[0] if same else layers[0].children).activation.shape[1]
+    place = place_of(maps, positions, sure=bool(same))
+    support = in_the_image(_support_below(layers), place, inputs.shape[2], inputs.shape[3])
     return _inspection(classifier, inputs, prediction, support)
 
 
@@ -225,15 +234,6 @@ def _support_below(layers: list[Layer]) -> Float[Tensor, "passes J S"]:
             relevance, children = _passed_on(layer, relevance, run.last_pass), run.children
         maps.append(relevance.sum(dim=2))
     return torch.stack(maps).float()
-
-
-def _positions(children: Capsules, found: list[Capsules]) -> int:
-    """Return the number of positions of the first capsules.
-
-    A layer such as `SharedCaps` counts every capsule as a site of its own. `found` contains the capsules before that.
-    """
-    same = [one for one in found if all(equal_parts(one, children))]
-    return (same[-1] if same else children).activation.shape[1]
 
 
 def _passed_on(layer: Layer, relevance: Float[Tensor, "K P J"], number: int) -> Float[Tensor, "K S C"]:

@@ -92,8 +92,11 @@ def reconstruction_loss(
         raise ValueError(
             f"reconstruction must be a tensor; got {described(reconstruction)}: create the network with a decoder"
         )
-    if not images.is_floating_point():
-        raise ValueError(f"images must be in [0, 1]; got {described(images)}: scale the pixels, as in images / 255")
+    if not isinstance(images, Tensor) or not (images.is_floating_point() or images.dtype == torch.bool):
+        raise ValueError(
+            f"images must be floating-point numbers in [0, 1]; got {described(images)}: convert them, as in images / "
+            "255 for pixels up to 255"
+        )
     _check_shape("reconstruction", reconstruction, images.shape, "images")
     dtype = torch.promote_types(torch.promote_types(reconstruction.dtype, images.dtype), torch.float32)
     return (reconstruction.to(dtype) - images.to(dtype)).square().flatten(1).sum(dim=1).mean()

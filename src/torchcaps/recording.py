@@ -162,7 +162,7 @@ def recorded(model: nn.Module) -> Iterator[list[Layer]]:
         known, version, found = copied.get(key, (tensor, -1, tensor))
         same = known.shape == tensor.shape and known.stride() == tensor.stride()
         # Fused optimisers, and changes of tensor.data, do not change the version.
-        if version != tensor._version or not same or not torch.equal(found, tensor):
+        if version != tensor._version or not same or not _equal(found, tensor):
             found = tensor.clone()
             copied[key] = tensor, tensor._version, found
         return found
@@ -213,6 +213,12 @@ def recorded(model: nn.Module) -> Iterator[list[Layer]]:
             thread = None  # a copy of the model that was made meanwhile keeps the hooks
             for handle in handles:
                 handle.remove()
+
+
+@torch.no_grad()
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are equal; NaN equals NaN."""
+    return torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
 @torch.no_grad()

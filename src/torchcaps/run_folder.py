@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import math
 import re
 import warnings
 from collections.abc import Container, Iterator, Mapping
@@ -327,7 +328,8 @@ def read_rows(path: Path) -> list[dict[str, str]]:
         for number, row in enumerate(rows, start=1):
             if None in row or None in row.values() or int(row["epoch"]) != number:
                 raise ValueError(f"row {number} is incomplete")
-            [float(row[name]) for name in MEASURED]
+            if not all(math.isfinite(float(row[name])) for name in MEASURED):
+                raise ValueError(f"row {number} contains a number that is not finite")
         return rows
     except (OSError, ValueError, LookupError, TypeError, csv.Error) as error:
         raise unreadable(path, error, "restore it from a copy, or train again elsewhere") from error

@@ -12,7 +12,7 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
-from torchcaps.environment import first_process
+from torchcaps.environment import check_ranks, first_process
 from torchcaps.errors import BadInput, DataWarning, printable
 
 QUIET_SECONDS = 10.0
@@ -87,6 +87,7 @@ def main() -> None:
 
 def _run(interrupt: "_OneInterrupt") -> int:
     try:
+        check_ranks()
         from torchcaps.cli.commands import app
 
         return app(standalone_mode=False) or 0

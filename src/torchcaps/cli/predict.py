@@ -47,7 +47,7 @@ def predict(
         several = f"none of the {len(paths):,} images can be read; the first: " if len(paths) > 1 else ""
         raise BadInput(f"{several}{damaged[0]}")
     for error in damaged:
-        warnings.warn(f"no prediction for {error}", DataWarning, stacklevel=1)
+        warnings.warn(f"no prediction: {error}", DataWarning, stacklevel=1)
     if table is not None:
         scores = torch.cat([answer.scores for _, answer in answers])
         write_predictions(table, ["file"], [[path] for path, _ in answers], classifier.class_names, scores)

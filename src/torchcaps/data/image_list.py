@@ -318,5 +318,5 @@ def _remarks_on_files(images: ImageList, facts: Mapping[int, Facts], size: tuple
             yield (
                 f"resizing {images.name} to height {size[0]} and width {size[1]} changes the aspect ratio of"
                 f" {distorted:,} of {len(facts):,} images by more than 5 % (before resizing, width / height is {seen}):"
-                " crop them, or set data.image_size=[height,width] to their aspect ratio"
+                " crop or pad them to one aspect ratio, and set data.image_size=[height,width] to this ratio"
             )

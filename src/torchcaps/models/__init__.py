@@ -138,7 +138,9 @@ def built(name: str, kind: type[Pretrained], options: Mapping[str, Any]) -> Pret
     counts = {
         key: [value] if isinstance(value, int) else value
         for key, value in options.items()
-        if isinstance(value, int | list | tuple) and not isinstance(value, bool) and not is_foreign(kind)
+        if isinstance(value, int | list | tuple) and not isinstance(value, bool)
+        # Other options of your own networks can have any meaning.
+        if key in ("image_shape", "num_classes") or not is_foreign(kind)
     }
     parameters = inspect.signature(kind).parameters
     for key, values in counts.items():

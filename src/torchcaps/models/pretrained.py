@@ -20,7 +20,7 @@ from torch import nn
 from torchcaps.capsules import Prediction
 from torchcaps.data.files import as_json, atomically
 from torchcaps.errors import BadInput, first_line, unreadable
-from torchcaps.models.saved_rules import cure_of, is_foreign, restore_rules, same_setting, saved_rules, settings_of
+from torchcaps.models.saved_rules import both_settings, cure_of, is_foreign, restore_rules, same_setting, saved_rules
 from torchcaps.options import absent, check_options, kinds_of, plain_options, registered_name
 from torchcaps.routing import ROUTINGS
 
@@ -140,8 +140,8 @@ class Pretrained(nn.Module):
         config = read_config(folder)
         if config.model != model_name(cls):
             raise BadInput(
-                f"{folder} contains the model {config.model!r}, not {model_name(cls)!r}: load it with the class of "
-                f"{config.model!r}"
+                f"{folder} contains the model {config.model!r}, not {model_name(cls)!r}: load it with "
+                "torchcaps.Classifier.from_pretrained"
             )
         kinds = kinds_of(cls)
         check_options(cls.__name__, changes, kinds)
@@ -320,7 +320,7 @@ def check_loadable(model: Pretrained) -> tuple[dict[str, Any], dict[str, Any]]:
             f"{kind} cannot be saved, because from_pretrained would create a network with other weights ({name} is "
             f"{here} here, but would be {there}): undo the change of this layer, or save model.state_dict()"
         )
-    here, there = settings_of(model), settings_of(again)
+    here, there = both_settings(model, again)
     for setting in [*here, *there]:
         if not same_setting(here.get(setting), there.get(setting)):
             layer, attribute = setting

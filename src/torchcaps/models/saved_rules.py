@@ -71,14 +71,12 @@ def settings_of(model: nn.Module) -> dict[tuple[str, str], Any]:
     """Return the plain attributes of the layers of a network, by layer and attribute, to compare two networks.
 
     These are the types and attributes of all layers of torch and torchcaps; for other rules in `ROUTINGS`, the
-    constructor arguments that they and their base classes store as attributes, and the class attributes of `Rule`; the
-    constructor arguments that another network stores as attributes; and a checksum of every routing map that a layer
-    stores. The attributes ``training`` and ``backend`` are left out, because they are not part of the network.
+    constructor arguments that they and their base classes store as attributes, and the class attributes of `Rule`; and
+    the constructor arguments that another network stores as attributes. The attributes ``training`` and ``backend`` are
+    left out, because they are not part of the network.
     """
     found: dict[tuple[str, str], Any] = {}
     for name, layer in model.named_modules():
-        maps = {key: value for key, value in vars(layer).items() if isinstance(value, RoutingMap) and key[0] != "_"}
-        found |= {(name, key): _checksum(value) for key, value in maps.items()}
         kind = nn.Conv2d if isinstance(layer, nn.Conv2d) else type(layer)  # Im2colConv2d computes the same
         if not is_foreign(type(layer)):
             found[name, "type"] = kind.__name__
@@ -96,6 +94,30 @@ def settings_of(model: nn.Module) -> dict[tuple[str, str], Any]:
     return found
 
 
+def both_settings(one: nn.Module, other: nn.Module) -> tuple[dict[tuple[str, str], Any], ...]:
+    """Return `settings_of` two networks, and checksums of the routing maps that both networks have."""
+    maps = [
+        {
+            (name, f"{key}{place}"): _checksum(routing_map)
+            for name, layer in model.named_modules()
+            for key, value in vars(layer).items()
+            for place, routing_map in _maps_in(value)
+        }
+        for model in (one, other)
+    ]
+    both = maps[0].keys() & maps[1].keys()  # a layer can create a map in its first call
+    return tuple(
+        {**settings_of(model), **{key: own[key] for key in both}} for model, own in zip((one, other), maps, strict=True)
+    )
+
+
+def _maps_in(value: Any) -> list[tuple[str, RoutingMap]]:
+    if isinstance(value, RoutingMap):
+        return [("", value)]
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+    return [(f"[{key!r}]", one) for key, one in items if isinstance(one, RoutingMap)]
+
+
 def _checksum(routing_map: RoutingMap) -> str:
     sizes = routing_map.child_sites, routing_map.parent_sites, routing_map.transforms, *routing_map.parent_grid
     digest = hashlib.sha256(f"{sizes}".encode() + routing_map.edges.cpu().numpy().tobytes()).hexdigest()
@@ -104,8 +126,8 @@ def _checksum(routing_map: RoutingMap) -> str:
 
 def cure_of(model: nn.Module, layer: str, attribute: str) -> str:
     """Return what to do if a setting of a layer would differ in the loaded network, as part of an error message."""
-    changed = model.get_submodule(layer)
-    if isinstance(getattr(changed, attribute, None), RoutingMap):
+    changed = dict(model.named_modules()).get(layer)
+    if _maps_in(getattr(changed, attribute.partition("[")[0], None)):
         return "create the map from the arguments of the constructor, or from a seeded torch.Generator"
     of_rule = layer and is_foreign(type(changed))
     return (f"return {attribute} in saved_options of this rule, " if of_rule else "") + "undo the change of this layer"

@@ -350,7 +350,8 @@ class EMRouting(Rule):
         self.inverse_temperature = inverse_temperature
         self.temperature_schedule = temperature_schedule
         self.parent_activation = parent_activation
-        self.activation_from_mass = parent_activation == "mixing"
+        if parent_activation == "mixing":
+            self.activation_from_mass = True
         self.mean_damping = mean_damping
         self.tempering = tempering
         self.backend = backend
