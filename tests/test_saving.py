@@ -14,6 +14,7 @@ from torchcaps import (
     BadInput,
     CapsNet,
     MatrixCapsNet,
+    PooledCNN,
     ResidualCapsNet,
     Routing,
     UniformRouting,
@@ -198,3 +199,10 @@ def test_an_entry_of_the_models_that_is_no_class_of_networks_is_refused_by_name(
     ):
         create_model("plain", image_shape=(1, 20, 20))
     assert model_name(CapsNet) == "capsnet"
+
+
+def test_a_network_that_lacks_a_layer_is_refused_with_the_cure(tmp_path):
+    network = PooledCNN((1, 28, 28), 3)
+    del network.trunk[8]
+    with pytest.raises(BadInput, match=r"another layer trunk\.8 .*would be 'ReLU'\): undo the change of this layer"):
+        network.save_pretrained(tmp_path)

@@ -129,7 +129,7 @@ def cure_of(model: nn.Module, layer: str, attribute: str) -> str:
     changed = dict(model.named_modules()).get(layer)
     if _maps_in(getattr(changed, attribute.partition("[")[0], None)):
         return "create the map from the arguments of the constructor, or from a seeded torch.Generator"
-    of_rule = layer and is_foreign(type(changed))
+    of_rule = isinstance(changed, Rule) and is_foreign(type(changed))
     return (f"return {attribute} in saved_options of this rule, " if of_rule else "") + "undo the change of this layer"
 
 
