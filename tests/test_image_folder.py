@@ -89,7 +89,7 @@ def test_image_size_resizes_exactly(tmp_path):
 def test_a_changed_aspect_ratio_causes_a_warning(tmp_path):
     tree(tmp_path, count=2)
     save(tmp_path / "dog" / "tall.jpg", size=(30, 40))
-    cure = "crop them, or set data.image_size=[height,width]"
+    cure = "crop or pad them to one aspect ratio, and set data.image_size=[height,width]"
     with warned(tmp_path, "height 6 and width 8", "1 of 5 images", "width / height is 0.75 to 1.33", cure):
         load_image_folder(tmp_path, image_size=[6, 8])
     with warned(tmp_path, "5 of 5 images"):
