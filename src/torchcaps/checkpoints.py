@@ -90,7 +90,7 @@ def load_last(path: Path, module: nn.Module) -> dict[str, Any]:
 def _check_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
     """Check the saved state of an optimiser in `OPTIMIZERS`."""
     [own], [given] = optimizer.param_groups, saved["param_groups"]
-    for name in ("amsgrad", "momentum", "nesterov", "maximize", "centered"):
+    for name in ("amsgrad", "momentum", "nesterov", "maximize"):
         if given.get(name) != own.get(name):
             raise ValueError(f"{name} of the optimiser is {given.get(name)}")
     weights = own["params"]

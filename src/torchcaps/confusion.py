@@ -94,12 +94,11 @@ def save_confusion(confusion: Int64[Tensor, "K K"], class_names: Sequence[str], 
     shares = confusion / confusion.sum(dim=1, keepdim=True).clamp_min(1)
     picture = axis.imshow(shares.numpy(), cmap="Blues", vmin=0, vmax=1)
     figure.colorbar(picture, label="share of the true class")
-    axis.set_xlabel("predicted class")
-    axis.set_ylabel("true class")
-    if count > 3 * MOST_NUMBERED:
-        axis.set_xlabel("predicted class (its place in the list of classes, from 0)")
-        axis.set_ylabel("true class (its place in the list of classes, from 0)")
-    else:
+    named = count <= 3 * MOST_NUMBERED
+    numbers = "" if named else " (its place in the list of classes, from 0)"
+    axis.set_xlabel(f"predicted class{numbers}")
+    axis.set_ylabel(f"true class{numbers}")
+    if named:
         axis.set_xticks(range(count), names, rotation=90, parse_math=False, fontsize=8)
         axis.set_yticks(range(count), names, parse_math=False, fontsize=8)
     if count <= MOST_NUMBERED:

@@ -2,7 +2,6 @@
 
 import os
 import platform
-import re
 import shutil
 import subprocess
 from functools import cache
@@ -42,7 +41,7 @@ def processes(devices: int) -> tuple[int, int]:
     if not under_torchrun():
         return devices, 1
     sizes = {name: os.environ.get(name, "") for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE")}
-    if wrong := [f"{name}={value}" for name, value in sizes.items() if not re.fullmatch("[0-9]+", value)]:
+    if wrong := [f"{name}={value}" for name, value in sizes.items() if not value.isdecimal()]:
         raise BadInput(
             f"the environment variable TORCHELASTIC_RUN_ID is set, but {wrong[0]} is not a number: unset "
             "TORCHELASTIC_RUN_ID, or start the training with torchrun"
@@ -59,7 +58,7 @@ def check_ranks() -> None:
     """
     for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"):
         value = os.environ.get(name, "0")
-        if not re.fullmatch("[0-9]+", value):
+        if not value.isdecimal():
             raise BadInput(f"the environment variable {name} is not a number; got {value!r}: unset {name}")
 
 

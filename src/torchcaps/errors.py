@@ -3,6 +3,7 @@
 import difflib
 import unicodedata
 from collections.abc import Iterable
+from itertools import accumulate
 
 
 class BadInput(ValueError):
@@ -117,16 +118,12 @@ def caption(text: str, most: int = 24) -> str:
         'a lo…ass'
     """
     text = printable(text)
-    if _width(text) <= most:
+    widths = [2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in text]
+    if sum(widths) <= most:
         return text
-    start, end = most // 2, most - 1 - most // 2
-    first = next(length for length in range(len(text), -1, -1) if _width(text[:length]) <= start)
-    last = next(place for place in range(len(text) + 1) if _width(text[place:]) <= end)
-    return f"{text[:first]}…{text[last:]}"
-
-
-def _width(text: str) -> int:
-    return sum(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in text)
+    first = sum(width <= most // 2 for width in accumulate(widths))
+    last = sum(width <= most - 1 - most // 2 for width in accumulate(reversed(widths)))
+    return f"{text[:first]}…{text[len(text) - last :]}"
 
 
 def printable(text: str) -> str:

@@ -1,7 +1,7 @@
 """Positions of feature maps in the image."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from threading import get_ident
 from typing import Any, NamedTuple
@@ -38,8 +38,8 @@ class FeatureMaps(list[FeatureMap]):
     The attribute ``capsules`` contains the capsules that the network has computed from them.
     """
 
-    def __init__(self, maps: Iterable[FeatureMap] = ()) -> None:
-        super().__init__(maps)
+    def __init__(self) -> None:
+        super().__init__()
         self.capsules: list[Capsules] = []
 
 

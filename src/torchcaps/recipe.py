@@ -1,12 +1,13 @@
 """`Recipe`: the settings of a training run."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
+from torch import nn
 
 from torchcaps.checks import MOST_ITERATIONS, check_choice, check_integer, check_number
 from torchcaps.data import Preprocessing
@@ -263,6 +264,13 @@ def _without_numpy(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(map(_without_numpy, value))
     return value.item() if isinstance(value, np.generic) else value
+
+
+def create_optimizer(recipe: Recipe, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Create the optimiser of a recipe, with a fused kernel if there is one."""
+    fused = {"fused": True} if recipe.optimizer in FUSED and not recipe.gradient_clip else {}
+    options: dict[str, Any] = {"lr": recipe.learning_rate, "weight_decay": recipe.weight_decay, **fused}
+    return OPTIMIZERS[recipe.optimizer](parameters, **options)
 
 
 def batch_starts(images: int, batch_size: int) -> range:

@@ -77,9 +77,8 @@ def write_run_report(folder: Path, out: Path) -> None:
         cells = [(name, *values.values()) for name, values in classes.items()]
         parts += ["<h2>Classes</h2>", _table(("class", *next(iter(classes.values()))), cells)]
     parts += ["<h2>Epochs</h2>", _table(tuple(rows[0]), [tuple(row.values()) for row in rows])]
-    parts += ["<h2>Recipe</h2>", f"<pre>{_text(json.dumps(run.recipe.plain(), indent=2, ensure_ascii=False))}</pre>"]
-    parts += ["<h2>Data</h2>", f"<pre>{_text(json.dumps(run.data, indent=2, ensure_ascii=False))}</pre>"]
-    parts += ["<h2>Environment</h2>", f"<pre>{_text(json.dumps(run.environment, indent=2, ensure_ascii=False))}</pre>"]
+    for title, content in (("Recipe", run.recipe.plain()), ("Data", run.data), ("Environment", run.environment)):
+        parts += [f"<h2>{title}</h2>", f"<pre>{_text(json.dumps(content, indent=2, ensure_ascii=False))}</pre>"]
     page = (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{_text(folder.resolve().name)}</title>'
         f"<style>{STYLE}</style><body>{''.join(parts)}</body></html>\n"

@@ -17,7 +17,7 @@ from torchcaps.errors import BadInput, Diverged, first_line
 from torchcaps.losses import LOSSES, check_loss
 from torchcaps.models import create_model, model_class
 from torchcaps.options import kinds_of
-from torchcaps.recipe import FUSED, OPTIMIZERS, Recipe, batch_starts
+from torchcaps.recipe import Recipe, batch_starts, create_optimizer
 from torchcaps.routing import Routing
 
 try:
@@ -318,8 +318,7 @@ def _train(
     """Train a network in place, and return the mean loss of each epoch."""
     device = next(network.parameters()).device
     starts = batch_starts(len(images), recipe.batch_size)
-    fused = {"fused": True} if recipe.optimizer in FUSED else {}
-    optimizer = OPTIMIZERS[recipe.optimizer](network.parameters(), lr=recipe.learning_rate, **fused)
+    optimizer = create_optimizer(recipe, network.parameters())
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, recipe.epochs * len(starts))
     curve: list[float] = []
     for epoch in range(recipe.epochs):

@@ -24,7 +24,7 @@ from torchcaps.data import Images
 from torchcaps.errors import BadInput, Diverged
 from torchcaps.losses import LOSSES, balanced_weights, reconstruction_loss, spread_margin
 from torchcaps.pictures import save_reconstructions
-from torchcaps.recipe import FUSED, OPTIMIZERS, Recipe
+from torchcaps.recipe import Recipe, create_optimizer
 from torchcaps.routing import Rule
 from torchcaps.scores import calibration_error_percent
 
@@ -291,11 +291,7 @@ class TrainingModule(lightning.LightningModule):
         save_reconstructions(self.model, self.recipe.preprocessing(), images, path)
 
     def configure_optimizers(self) -> Any:
-        recipe = self.recipe
-        options = {"fused": True} if recipe.optimizer in FUSED and not recipe.gradient_clip else {}
-        optimizer = OPTIMIZERS[recipe.optimizer](
-            self.parameters(), lr=recipe.learning_rate, weight_decay=recipe.weight_decay, **options
-        )
+        optimizer = create_optimizer(self.recipe, self.parameters())
         # With a bound method, LambdaLR would save the attributes of the method's object in every checkpoint.
         self._schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: self._rate(step))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self._schedule, "interval": "step"}}

@@ -1,6 +1,7 @@
 """Benchmark of the peak memory of routing as batch size, grid size, capsule types or iterations grow."""
 
 from collections.abc import Iterator, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def draw_growth(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
     figure = Figure(figsize=(12, 3.2), layout="constrained")
     for axes, what in zip(figure.subplots(1, len(GROWTH), sharey=True), GROWTH, strict=True):
-        for way, style in zip(WAYS, STYLES, strict=False):
+        for way, style in zip(WAYS, cycle(STYLES), strict=False):
             own = [row for row in rows if row["case"] == what and row["implementation"] == way]
             axes.plot([row["value"] for row in own], [row["peak MiB"] for row in own], label=way, **style)
         axes.set(xlabel=what, yscale="log")

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import cycle
 
 import torch
 from matplotlib.figure import Figure
@@ -55,8 +56,7 @@ def draw(curves: Sequence[Sequence[float]]) -> Figure:
     """Plot the test accuracy of every epoch, one curve per seed, and mark the highest point of each curve."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    for seed, curve in enumerate(curves):
-        style = STYLES[seed % len(STYLES)]
+    for seed, (curve, style) in enumerate(zip(curves, cycle(STYLES), strict=False)):
         axes.plot(range(1, len(curve) + 1), curve, label=f"seed {seed}", **{**style, "marker": ""})
         axes.plot(curve.index(max(curve)) + 1, max(curve), "o", color=style["color"])
     low = min(curve[len(curve) // 3] for curve in curves)

@@ -1,6 +1,7 @@
 """The recipes for your own images, compared on a small training set."""
 
 from dataclasses import replace
+from itertools import cycle
 
 from matplotlib.figure import Figure
 
@@ -60,7 +61,7 @@ def draw(curves: dict[str, list[tuple[float, ...]]]) -> Figure:
     """Draw the validation accuracy over the epochs, one curve per recipe."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     axis = figure.subplots()
-    for (name, points), style in zip(curves.items(), STYLES, strict=False):
+    for (name, points), style in zip(curves.items(), cycle(STYLES), strict=False):
         axis.plot(*zip(*points, strict=True), markersize=4, linewidth=0.8, label=name, **style)
     axis.set_xlabel("epoch")
     axis.set_ylabel("validation accuracy %")

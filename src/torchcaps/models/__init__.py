@@ -93,9 +93,6 @@ def routing_of(
     return None
 
 
-DRAWS = (Tensor.normal_, Tensor.uniform_, init.normal_, init.uniform_, init.kaiming_uniform_)
-
-
 def model_class(name: str) -> type[Pretrained]:
     """Return the class of a model by its name in `MODELS`.
 
@@ -110,6 +107,10 @@ def model_class(name: str) -> type[Pretrained]:
             f"got {described(MODELS[name])}"
         )
     return MODELS[name]
+
+
+DRAWS = (Tensor.normal_, Tensor.uniform_, init.normal_, init.uniform_, init.kaiming_uniform_)
+"""Functions with which networks draw initial values."""
 
 
 class WithoutDraws(TorchFunctionMode):
