@@ -44,6 +44,10 @@ was added.
 """
 
 
+NEWER = "if a newer version of torchcaps wrote the file, update torchcaps"
+"""Cure for a saved file with an unknown entry."""
+
+
 def absent(owner: str, known: Iterable[str], given: Container[str]) -> list[str]:
     """List the required options that a saved file lacks.
 
@@ -176,20 +180,21 @@ def check_kind(name: str, value: Any, kind: Any) -> None:
         raise BadInput(f"{name} must be {described(kind)}; got {value!r}")
 
 
-def check_options(owner: str, options: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
+def check_options(owner: str, options: Mapping[str, Any], kinds: Mapping[str, Any], *, saved: bool = False) -> None:
     """Check that all options are known and match their annotated types.
 
     Arguments:
         owner: name of the function or settings that have the options; the error message begins with this name.
         options: value of each option by name.
         kinds: annotated type of each known option by name, as returned by `kinds_of`.
+        saved: whether the options come from a saved file, which a newer version of torchcaps may have written.
 
     Raises:
         BadInput: an option is unknown, or its value does not match the annotated type.
     """
     for name, value in options.items():
         if name not in kinds:
-            raise BadInput(f"{owner} has no option {name!r}{nearest(name, kinds)}")
+            raise BadInput(f"{owner} has no option {name!r}{nearest(name, kinds)}{f'; {NEWER}' if saved else ''}")
         check_kind(f"{owner}: {name}", value, kinds[name])
 
 

@@ -24,7 +24,7 @@ from torchcaps.data.files import atomically, write_json
 from torchcaps.data.fingerprint import SPLITS
 from torchcaps.environment import ENTRIES, environment
 from torchcaps.errors import BadInput, DataWarning, unreadable
-from torchcaps.options import absent, check_kind, fits
+from torchcaps.options import NEWER, absent, check_kind, fits
 from torchcaps.recipe import Recipe
 
 LOCK = ".lock"
@@ -79,7 +79,7 @@ def read_run(folder: Path) -> Run:
         if missing := absent("recipe", known, content["recipe"]):
             raise BadInput(f"recipe: {missing[0]!r} is missing")
         if unknown := content["recipe"].keys() - set(known):
-            raise BadInput(f"recipe: {min(unknown)!r} is unknown")
+            raise BadInput(f"the setting {min(unknown)!r} is unknown; {NEWER}")
         if not all(isinstance(content["data"][split]["sha256"], str) for split in ("train", "validation", "test")):
             raise BadInput("data: a checksum is missing")
         check_kind("data: class_names", content["data"]["class_names"], list[str])

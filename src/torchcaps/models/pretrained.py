@@ -146,14 +146,12 @@ class Pretrained(nn.Module):
         kinds = kinds_of(cls)
         check_options(cls.__name__, changes, kinds)
         kinds.pop("routing", None)
+        path = folder / CONFIG
         if missing := absent(config.model, kinds, config.options):
-            raise BadInput(
-                f"{folder / CONFIG} lacks the option {missing[0]!r} of {config.model}: save the network again"
-            )
-        check_options(f"{folder / CONFIG}: {config.model}", config.options, kinds)
+            raise BadInput(f"{path} lacks the option {missing[0]!r} of {config.model}: save the network again")
+        check_options(f"{path}: {config.model}", config.options, kinds, saved=True)
         weights = read_weights(folder / WEIGHTS, config.weights_sha256)
-        rules = config.routing, changes.get("routing"), folder / CONFIG
-        model = _with_rules(cls, {**config.options, **changes}, weights, *rules)
+        model = _with_rules(cls, {**config.options, **changes}, weights, config.routing, changes.get("routing"), path)
         model._set_changes(changes)
         _set_weights(model, weights, folder / WEIGHTS)
         return model
@@ -233,7 +231,10 @@ def read_config(folder: Path) -> SavedConfig:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise unreadable(path, error, "save the network again") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
+    found = content.get("format") if isinstance(content, dict) else None
+    if isinstance(found, int) and found > FORMAT:
+        raise BadInput(f"{path} has format {found}, which a newer version of torchcaps wrote: update torchcaps")
+    if found != FORMAT:
         raise BadInput(
             f"{path} is not a torchcaps configuration of format {FORMAT}: save the network again; if the file has an "
             f"older format, create the network with the options it was saved with, load {WEIGHTS} into it with "
@@ -243,7 +244,7 @@ def read_config(folder: Path) -> SavedConfig:
     for name in kinds:
         if name not in content:
             raise BadInput(f"{path} lacks {name!r}: save the network again")
-    check_options(str(path), content, kinds)
+    check_options(str(path), content, kinds, saved=True)
     return SavedConfig(**content)
 
 

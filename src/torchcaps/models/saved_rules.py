@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from torchcaps.errors import BadInput
-from torchcaps.options import check_kind, check_options, kinds_of, plain_options, registered_name
+from torchcaps.options import NEWER, check_kind, check_options, kinds_of, plain_options, registered_name
 from torchcaps.routing import ROUTINGS, Routing, Rule
 from torchcaps.routing.rule import stored_options
 from torchcaps.routing_map import RoutingMap
@@ -162,11 +162,11 @@ def restore_rules(model: nn.Module, saved: Mapping[str, Any], change: Any, path:
         if rule["rule"] not in ROUTINGS:
             raise BadInput(
                 f"{entry} is {rule['rule']!r}, which is not in torchcaps.ROUTINGS: import the module that adds this "
-                "rule to ROUTINGS before you load the network"
+                f"rule to ROUTINGS before you load the network, or, {NEWER}"
             )
         kind = ROUTINGS[rule["rule"]]
         check_kind(f"{entry}: options", rule["options"], Mapping[str, Any])
-        check_options(entry, rule["options"], kinds_of(kind))
+        check_options(entry, rule["options"], kinds_of(kind), saved=True)
         if change is not None and (not isinstance(change, Routing) or change.name != rule["rule"]):
             continue
         try:
