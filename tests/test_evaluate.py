@@ -1,5 +1,6 @@
 """`torchcaps evaluate` on the data of a run, on moved data, and on new images."""
 
+import csv
 import json
 import re
 import shutil
@@ -12,9 +13,9 @@ from safetensors.numpy import load_file
 
 from conftest import make_images, train
 from test_run_folder import SPLITS
-from torchcaps import BadInput, DataWarning, PooledCNN
+from torchcaps import BadInput, Classifier, DataWarning, PooledCNN
 from torchcaps.confusion import warn_of_one_prediction
-from torchcaps.data import load_test_images
+from torchcaps.data import load_test_images, read_image
 from torchcaps.evaluation import evaluate
 
 
@@ -201,3 +202,22 @@ def test_predicting_one_class_causes_a_warning_only_for_images_of_several_classe
         warn_of_one_prediction(torch.tensor([[3, 0], [1, 0]]), ("cat", "dog"))
     warn_of_one_prediction(torch.tensor([[3, 0], [0, 0]]), ("cat", "dog"))
     warn_of_one_prediction(torch.tensor([[3, 0], [1, 1]]), ("cat", "dog"))
+
+
+@pytest.mark.parametrize("resize", ["crop", "pad"])
+def test_a_saved_network_resizes_images_as_its_training_did(resize, succeeds, refused, images, tmp_path):
+    path = images / "left" / "000.png"
+    size = ("--set", "data.image_size=[24,20]", "--set", f"data.resize={resize}")
+    train(succeeds, images, tmp_path / "run", *size, "--epochs", 1)
+    classifier = Classifier.from_pretrained(tmp_path / "run")
+    scores = classifier.predict(path).scores
+    assert torch.equal(scores, classifier.predict(read_image(path, 3, [24, 20], resize)[None]).scores)
+    assert not torch.equal(scores, classifier.predict(read_image(path, 3, [24, 20])[None]).scores)
+    for data in ((), ("--data", shutil.copytree(images, tmp_path / "copy"))):
+        succeeds("evaluate", tmp_path / "run", *data, "--csv", tmp_path / "scores.csv")
+        row = next(csv.DictReader((tmp_path / "scores.csv").read_text(encoding="utf-8").splitlines()))
+        again = classifier.predict(row["file"]).scores[0]
+        assert [float(row["score left"]), float(row["score right"])] == pytest.approx(again.tolist(), abs=1e-5)
+    assert "resize is 'pad', but image_size is None: give image_size too (data.image_size)" in train(
+        refused, images, tmp_path / "other", "--set", "data.resize=pad"
+    )

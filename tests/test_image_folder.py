@@ -89,11 +89,31 @@ def test_image_size_resizes_exactly(tmp_path):
 def test_a_changed_aspect_ratio_causes_a_warning(tmp_path):
     tree(tmp_path, count=2)
     save(tmp_path / "dog" / "tall.jpg", size=(30, 40))
-    cure = "crop or pad them to one aspect ratio, and set data.image_size=[height,width]"
+    cure = "set data.resize=crop or data.resize=pad, or set data.image_size=[height,width]"
     with warned(tmp_path, "height 6 and width 8", "1 of 5 images", "width / height is 0.75 to 1.33", cure):
         load_image_folder(tmp_path, image_size=[6, 8])
     with warned(tmp_path, "5 of 5 images"):
         assert load_splits(str(tmp_path), tmp_path, image_size=7).train.image_shape == (1, 7, 7)
+
+
+@pytest.mark.usefixtures("untyped")
+def test_images_are_cropped_or_padded_to_keep_their_aspect_ratio(tmp_path):
+    wide = np.full((8, 16), 100, dtype=np.uint8)
+    wide[:, :4], wide[:, 12:] = 50, 200
+    for turned in (False, True):
+        Image.fromarray(wide.T if turned else wide).save(tmp_path / "wide.png")
+        cropped, padded = (read_image(tmp_path / "wide.png", 1, 8, resize=resize)[0] for resize in ("crop", "pad"))
+        padded = padded.T if turned else padded
+        assert cropped.unique().tolist() == [100]
+        assert padded[:2].max() == padded[6:].max() == 0
+        assert padded[2:6, [0, 4, 7]].tolist() == [[50, 100, 200]] * 4
+        assert read_image(tmp_path / "wide.png", 3, [16, 16], resize="pad").amax() == 200
+    line = tmp_path / "line.png"
+    Image.fromarray(np.full((1, 1000), 60, dtype=np.uint8)).save(line)
+    assert read_image(line, image_size=8, resize="pad").sum(dim=2).tolist() == [[0] * 3 + [480] + [0] * 4]
+    assert read_image(line, image_size=8, resize="crop").unique().tolist() == [60]
+    refused(lambda: read_image(line, image_size=8, resize="fit"), "resize must be one of stretch, crop, pad")
+    refused(lambda: read_image(line, resize="pad"), "resize is 'pad', but image_size is None: give image_size too")
 
 
 def test_shrinking_is_antialiased(tmp_path):

@@ -76,13 +76,15 @@ def loaded(source, cache, **options):
     return splits, [str(warning.message) for warning in said]
 
 
-@pytest.mark.parametrize("channels", [None, 1, 3])
-def test_images_on_disk_equal_images_in_memory(channels, tmp_path):
+@pytest.mark.parametrize(("channels", "resize"), [(None, "stretch"), (1, "crop"), (3, "pad")])
+def test_images_on_disk_equal_images_in_memory(channels, resize, tmp_path):
     odd_folder(tmp_path)
-    memory, said = loaded(tmp_path, "memory", image_size=[8, 7], channels=channels)
-    disk, said_again = loaded(tmp_path, "none", image_size=[8, 7], channels=channels)
+    options = {"image_size": [8, 7], "channels": channels, "resize": resize}
+    memory, said = loaded(tmp_path, "memory", **options)
+    disk, said_again = loaded(tmp_path, "none", **options)
     assert said == said_again
-    assert len(said) == 3
+    assert sum("changes the aspect ratio" in text for text in said) == (resize == "stretch")
+    assert len(said) == 2 + (resize == "stretch")
     for name in SPLITS:
         one, other = getattr(memory, name), getattr(disk, name)
         assert isinstance(other, ImagesOnDisk)

@@ -7,20 +7,21 @@ from dataclasses import asdict, dataclass
 from io import IOBase
 from pathlib import Path
 from threading import RLock, get_ident
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import numpy as np
 import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
-from torchcaps.checks import check_integer, described
+from torchcaps.checks import check_choice, check_integer, described
 from torchcaps.data import Preprocessing, read_image
+from torchcaps.data.image_file import Resize
 from torchcaps.devices import clear_memory_errors
 from torchcaps.errors import BadInput, Diverged
 from torchcaps.models import MODELS
 from torchcaps.models.pretrained import CONFIG, Pretrained, local_folder, read_config
-from torchcaps.options import absent, check_kind, check_options, kinds_of
+from torchcaps.options import NEWER, absent, check_kind, check_options, kinds_of
 
 OwnClassifier = TypeVar("OwnClassifier", bound="Classifier")
 
@@ -140,9 +141,12 @@ class Classifier:
         class_names: class names, in the order of the model's scores.
         image_shape: (channels, height, width) of the images before the preprocessing, which may crop them.
         preprocessing: converts the images to the model's input.
+        resize: how image files of another aspect ratio are resized to ``image_shape``, as for
+            `torchcaps.data.read_image`: "stretch", "crop" or "pad".
 
     Raises:
-        BadInput: a class name is not a string, or the number of class names is not the model's number of classes.
+        BadInput: a class name is not a string; the number of class names is not the model's number of classes; or
+            ``resize`` is unknown.
 
     Example:
         >>> import tempfile
@@ -160,12 +164,14 @@ class Classifier:
     class_names: Sequence[str]
     image_shape: tuple[int, int, int]
     preprocessing: Preprocessing
+    resize: Resize = "stretch"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "image_shape", tuple(self.image_shape))
         for name in self.class_names:
             if not isinstance(name, str):
                 raise BadInput(f"class_names must be strings; got {described(name)}: convert it with str()")
+        check_choice("resize", self.resize, get_args(Resize), BadInput)
         classes = getattr(self.model, "options", {}).get("num_classes", len(self.class_names))
         if len(self.class_names) != classes:
             raise BadInput(
@@ -200,6 +206,7 @@ class Classifier:
             "shape": list(self.image_shape),
             "class_names": list(self.class_names),
             "preprocessing": asdict(self.preprocessing),
+            "resize": self.resize,
         }
         model.save_pretrained(folder, images=images)
 
@@ -229,7 +236,10 @@ class Classifier:
         config = read_config(folder)
         path = folder / CONFIG
         if config.model not in MODELS:
-            raise BadInput(f"{path} names the unknown model {config.model!r}: known models are {', '.join(MODELS)}")
+            raise BadInput(
+                f"{path} names the unknown model {config.model!r}: import the module that adds this model to "
+                f"torchcaps.MODELS, or, {NEWER}; known models are {', '.join(MODELS)}"
+            )
         saved = config.images
         if saved is None:
             raise BadInput(
@@ -237,13 +247,15 @@ class Classifier:
                 "Classifier.save_pretrained"
             )
         try:
-            if set(saved) != {"shape", "class_names", "preprocessing"}:
-                raise BadInput("the entry 'images' must contain exactly shape, class_names and preprocessing")
+            saved = {"resize": "stretch", **saved}  # earlier versions did not save this entry
+            if set(saved) != {"shape", "class_names", "preprocessing", "resize"}:
+                raise BadInput("the entry 'images' must contain exactly shape, class_names, preprocessing and resize")
             check_kind("shape", saved["shape"], tuple[int, int, int])
             check_kind("class_names", saved["class_names"], Sequence[str])
             check_kind("preprocessing", saved["preprocessing"], dict[str, Any])
+            check_kind("resize", saved["resize"], Resize)
             kinds = kinds_of(Preprocessing)
-            check_options("preprocessing", saved["preprocessing"], kinds)
+            check_options("preprocessing", saved["preprocessing"], kinds, saved=True)
             if missing := absent("preprocessing", kinds, saved["preprocessing"]):
                 raise BadInput(f"preprocessing lacks {missing[0]!r}")
             preprocessing = Preprocessing(**saved["preprocessing"])
@@ -256,7 +268,7 @@ class Classifier:
             raise BadInput(
                 f"{path} does not match the network in image shape or class names: save the classifier again"
             )
-        return cls(model.eval(), tuple(saved["class_names"]), tuple(saved["shape"]), preprocessing)
+        return cls(model.eval(), tuple(saved["class_names"]), tuple(saved["shape"]), preprocessing, saved["resize"])
 
     @clear_memory_errors("free memory, or move the network from the GPU to the CPU: classifier.model.cpu()")
     def predict(
@@ -362,4 +374,4 @@ class Classifier:
     def _read(self, path: Path) -> Tensor:
         """Read and resize an image file. A network for stereo pairs gets the same image in both channels."""
         channels, height, width = self.image_shape
-        return read_image(path, 3 if channels == 3 else 1, (height, width)).expand(channels, -1, -1)
+        return read_image(path, 3 if channels == 3 else 1, (height, width), self.resize).expand(channels, -1, -1)

@@ -88,10 +88,10 @@ def export_classifier(
     ``(C, H, W)`` is the classifier's ``image_shape``. It has an output named ``scores``: ``[N, K]`` for K classes. The
     exported network scales, standardises and crops the pixels as the classifier does.
 
-    The file also contains three entries: ``class_names`` and ``image_shape`` are JSON lists, and ``model`` is the name
-    of the network. ONNX files and AOTInductor packages store these entries as metadata; programs of `torch.export`
-    store them in the extra file ``torchcaps.json``. The file is written only if the scores of the exported network and
-    of the classifier agree.
+    The file also contains four entries: ``class_names`` and ``image_shape`` are JSON lists, ``resize`` is how image
+    files were resized, as for `Classifier`, and ``model`` is the name of the network. ONNX files and AOTInductor
+    packages store these entries as metadata; programs of `torch.export` store them in the extra file
+    ``torchcaps.json``. The file is written only if the scores of the exported network and of the classifier agree.
 
     Arguments:
         classifier: the classifier; it is not changed.
@@ -134,6 +134,7 @@ def export_classifier(
     facts = {
         "class_names": json.dumps(list(classifier.class_names)),
         "image_shape": json.dumps(list(classifier.image_shape)),
+        "resize": classifier.resize,
         "model": model_name(type(model)),
     }
     shape = classifier.image_shape

@@ -286,7 +286,8 @@ def _train(
         write_run(folder, run)
         model, stored, preprocessing = cast(Pretrained, module.model), splits.train.image_shape, recipe.preprocessing()
         if tuple(model.options["image_shape"]) == preprocessing.image_shape(stored):
-            Classifier(module.model, names, stored, preprocessing).save_pretrained(folder)
+            resize = (splits.train.files and splits.train.files.resize) or "stretch"
+            Classifier(module.model, names, stored, preprocessing, resize).save_pretrained(folder)
         else:  # a subclass of TrainingModule can make images of another size
             model.save_pretrained(folder)
         module.save_picture(splits.validation, folder / "reconstructions.png")

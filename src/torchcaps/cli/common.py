@@ -211,7 +211,7 @@ def splits_for(
     else:
         columns = ("image_column", "label_column") if is_table(name) else ()
         options = {key: value for key, value in options.items() if same or key in columns}
-        options |= {"image_size": (height, width), "channels": channels}
+        options |= {"image_size": (height, width), "resize": classifier.resize, "channels": channels}
     if recipe is not None:
         options |= {"validation_fraction": recipe.validation_fraction, "seed": recipe.seed}
         if same:

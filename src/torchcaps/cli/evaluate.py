@@ -141,6 +141,7 @@ def _what_scores_depend_on(classifier: "Classifier") -> dict[str, Any]:
         "model": type(classifier.model).__name__,
         "class_names": classifier.class_names,
         "image_shape": classifier.image_shape,
+        "resize": classifier.resize,
         **{name: getattr(classifier.preprocessing, name) for name in ("standardise", "crop", "test_crops")},
     }
 
@@ -202,6 +203,7 @@ def _images(
         classifier.class_names,
         cache=cache,  # type: ignore[arg-type]
         image_size=(height, width),
+        resize=classifier.resize,
         channels=channels,
         **columns,
     )

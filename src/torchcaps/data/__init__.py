@@ -184,7 +184,7 @@ DATASETS: dict[str, Dataset] = {
 
 IMBALANCE = 10
 """`load_splits` warns if one class has more than this many times as many training images as another class."""
-FOLDER_OPTIONS = ("image_size", "channels", "test_fraction")
+FOLDER_OPTIONS = ("image_size", "resize", "channels", "test_fraction")
 """Options that `load_splits` accepts for a folder of images."""
 TABLE_OPTIONS = (*FOLDER_OPTIONS, "image_column", "label_column")
 """Options that `load_splits` accepts for a table of images."""
@@ -225,9 +225,9 @@ def load_splits(
             not change the pixels.
         processes: number of processes that each store a copy of all images. Only ``cache="auto"`` uses it: the memory
             of all copies together is compared with the free memory.
-        options: for a folder, `image_size` (pixels, or (height, width)), `channels` (1 or 3) and `test_fraction`; for a
-            table, also `image_column` and `label_column`; for a named dataset, the options listed in
-            `DATASETS[name].options`.
+        options: for a folder, `image_size` (pixels, or (height, width)), `resize` ("stretch", "crop" or "pad"),
+            `channels` (1 or 3) and `test_fraction`, as for `load_image_folder`; for a table, also `image_column` and
+            `label_column`; for a named dataset, the options listed in `DATASETS[name].options`.
 
     Raises:
         BadInput: `name_or_folder` is neither a known name nor a folder or a table; the dataset does not accept an
@@ -306,7 +306,7 @@ def load_test_images(
         class_names: classes of the network. The images may lack some of these classes.
         cache: as for `load_splits`.
         image_column, label_column: columns of a table, as for `load_image_table`.
-        options: `image_size` and `channels`, as for `load_image_folder`.
+        options: `image_size`, `resize` and `channels`, as for `load_image_folder`.
 
     Returns:
         The images of the test split, and True; or all images, and False, if there is no test split.

@@ -6,13 +6,14 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
+from torchcaps.checks import check_choice
 from torchcaps.errors import BadInput
 
 if TYPE_CHECKING:
@@ -38,6 +39,21 @@ PNG_METADATA = (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")
 """Names of the parts of a PNG file that can contain the orientation; without them, `getexif` decodes the pixels."""
 LONGEST_SIDE = 10_000
 """Largest side, in pixels, that an image can be resized to."""
+Resize = Literal["stretch", "crop", "pad"]
+"""How images are resized: stretch them, or keep the aspect ratio and crop what is too long, or add black borders."""
+
+
+class Size(NamedTuple):
+    """Size to which images are resized.
+
+    Arguments:
+        height, width: size in pixels.
+        resize: how an image of another aspect ratio is resized.
+    """
+
+    height: int
+    width: int
+    resize: Resize = "stretch"
 
 
 class Facts(NamedTuple):
@@ -65,30 +81,34 @@ class Facts(NamedTuple):
 
 
 def read_image(
-    path: Path, channels: int | None = None, image_size: int | Sequence[int] | None = None
+    path: Path,
+    channels: int | None = None,
+    image_size: int | Sequence[int] | None = None,
+    resize: Resize = "stretch",
 ) -> UInt8[Tensor, "C H W"]:
     """Read one bmp, gif, jpeg, png, tiff or webp file as uint8 `[C, H, W]`, 0 to 255.
 
     The image is rotated upright by its EXIF orientation, 16-bit greyscale is scaled to 8 bits, and transparent pixels
-    are blended with black. Only the first frame or page is read. Resizing is bilinear and antialiased, and does not
-    keep the aspect ratio.
+    are blended with black. Only the first frame or page is read. Resizing is bilinear and antialiased.
 
     Arguments:
         path: the file.
         channels: 1 for greyscale, 3 for RGB. If None, the image has one channel if the file is greyscale, else three.
         image_size: side of a square, or (height, width), in pixels, each from 1 to 10,000. None keeps the size of the
             file.
+        resize: how an image of another aspect ratio is resized. "stretch" changes its aspect ratio. "crop" keeps the
+            centre of the image, as large as possible. "pad" keeps the whole image and adds black borders.
 
     Raises:
-        BadInput: `channels` is not 1, 3 or None; `image_size` is out of its range; the file does not exist, has another
-            format, is damaged, or has more pixels than Pillow's limit `Image.MAX_IMAGE_PIXELS`; or Pillow is not
-            installed.
+        BadInput: `channels` is not 1, 3 or None; `image_size` is out of its range; `resize` is unknown, or not
+            "stretch" although `image_size` is None; the file does not exist, has another format, is damaged, or has
+            more pixels than Pillow's limit `Image.MAX_IMAGE_PIXELS`; or Pillow is not installed.
 
     Example:
         >>> read_image(Path("digit.png"), channels=1, image_size=28).shape  # doctest: +SKIP
         torch.Size([1, 28, 28])
     """
-    return decode(file_bytes(path), path, channels, height_and_width(image_size))[0]
+    return decode(file_bytes(path), path, channels, target_size(image_size, resize))[0]
 
 
 def file_bytes(path: Path) -> bytes:
@@ -120,21 +140,22 @@ def check_colour(channels: int | None) -> None:
 
 
 def decode(
-    content: bytes, name: Path | str, channels: int | None, size: tuple[int, int] | None
+    content: bytes, name: Path | str, channels: int | None, size: Size | None
 ) -> tuple[UInt8[Tensor, "C H W"], Facts]:
     """Decode the content of an image file as `read_image` does.
 
     Arguments:
         content: content of the file.
         name: name of the image for error messages.
-        channels, size: as `channels` and `image_size` of `read_image`.
+        channels: as for `read_image`.
+        size: size to which the image is resized; None keeps the size of the file.
 
     Returns:
         The pixels and the `Facts` of the file.
     """
     check_colour(channels)
     with _opened(content, name) as file:
-        from PIL import Image, ImageOps
+        from PIL import ImageOps
 
         raw = _raw_mode(file)
         file.load()
@@ -155,7 +176,7 @@ def decode(
         if facts.transparent and picture.getbbox() is None:
             facts = facts._replace(black=bool(_transparent(original).any()))
     if size is not None:
-        picture = picture.resize(size[::-1], Image.Resampling.BILINEAR)
+        picture = _resized(picture, *size)
     pixels = torch.from_numpy(np.array(picture))
     return pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1).contiguous(), facts
 
@@ -222,14 +243,17 @@ def _transparent(picture: "Picture") -> np.ndarray:
     return np.asarray(picture.convert("RGBA").getchannel("A")) < 255
 
 
-def height_and_width(image_size: int | Sequence[int] | None) -> tuple[int, int] | None:
-    """Convert the option `image_size` to `(height, width)`; None stays None.
+def target_size(image_size: int | Sequence[int] | None, resize: Resize = "stretch") -> Size | None:
+    """Convert the options `image_size` and `resize` to a `Size`; None if `image_size` is None.
 
     Raises:
         BadInput: `image_size` is neither None, nor a whole number from 1 to 10,000, nor a list or tuple of two such
-            numbers.
+            numbers; `resize` is unknown; or images are to be cropped or padded, but `image_size` is None.
     """
+    check_choice("resize", resize, get_args(Resize), BadInput)
     if image_size is None:
+        if resize != "stretch":
+            raise BadInput(f"resize is {resize!r}, but image_size is None: give image_size too (data.image_size)")
         return None
     sides: list[Any] = [*image_size] if isinstance(image_size, list | tuple) else [image_size] * 2
     if len(sides) != 2 or not all(type(side) is int and 1 <= side <= LONGEST_SIDE for side in sides):
@@ -239,7 +263,22 @@ def height_and_width(image_size: int | Sequence[int] | None) -> tuple[int, int] 
             f"image_size must be an integer from 1 to {LONGEST_SIDE:,}, or height and width in brackets, such as "
             f"{example}; got {image_size!r}"
         )
-    return sides[0], sides[1]
+    return Size(sides[0], sides[1], resize)
+
+
+def _resized(picture: "Picture", height: int, width: int, resize: Resize) -> "Picture":
+    from PIL import Image, ImageOps
+
+    if resize == "crop":
+        return ImageOps.fit(picture, (width, height), Image.Resampling.BILINEAR)
+    if resize == "stretch":
+        return picture.resize((width, height), Image.Resampling.BILINEAR)
+    scale = min(width / picture.width, height / picture.height)
+    inside = (max(1, round(picture.width * scale)), max(1, round(picture.height * scale)))
+    padded = Image.new(picture.mode, (width, height))
+    position = ((width - inside[0]) // 2, (height - inside[1]) // 2)
+    padded.paste(picture.resize(inside, Image.Resampling.BILINEAR), position)
+    return padded
 
 
 def _eight_bits(picture: "Picture", grey: bool) -> "Picture":

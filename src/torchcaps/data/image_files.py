@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Int64, UInt8, UInt64
 from torch import Tensor
 
-from torchcaps.data.image_file import decode, file_bytes
+from torchcaps.data.image_file import Resize, Size, decode, file_bytes
 from torchcaps.errors import BadInput
 
 Item = TypeVar("Item")
@@ -59,12 +59,20 @@ class ImageFiles:
         source: the encoded images.
         digests: 64-bit checksum of each encoded image of the source.
         indices: indices of the chosen images in the source.
+        resize: how images are resized when they are decoded, as for `read_image`; None if they all have the same size.
     """
 
-    def __init__(self, source: Source, digests: UInt64[np.ndarray, " N"], indices: Int64[Tensor, " M"]) -> None:
+    def __init__(
+        self,
+        source: Source,
+        digests: UInt64[np.ndarray, " N"],
+        indices: Int64[Tensor, " M"],
+        resize: Resize | None = None,
+    ) -> None:
         self.source = source
         self.all_digests = digests
         self.indices = indices
+        self.resize = resize
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -81,22 +89,22 @@ class ImageFiles:
 
     def subset(self, indices: Int64[Tensor, " K"]) -> "ImageFiles":
         """Return the images at `indices`, in that order."""
-        return ImageFiles(self.source, self.all_digests, self.indices[indices])
+        return ImageFiles(self.source, self.all_digests, self.indices[indices], self.resize)
 
-    def decoded(self, shape: tuple[int, int, int], resize: bool) -> UInt8[Tensor, "M C H W"]:
+    def decoded(self, shape: tuple[int, int, int]) -> UInt8[Tensor, "M C H W"]:
         """Decode the images.
 
         Arguments:
             shape: `(C, H, W)` of the decoded images.
-            resize: whether to resize the images whose size differs from `shape`.
 
         Raises:
-            BadInput: an image cannot be read, or its size differs from `shape` and `resize` is False.
+            BadInput: an image cannot be read, or its size differs from `shape` and `resize` is None.
         """
+        size = None if self.resize is None else Size(*shape[1:], self.resize)
         pixels = torch.empty(len(self), *shape, dtype=torch.uint8, device="cpu")
         for row, index in enumerate(self.indices.tolist()):
             name = self.source.name(index)
-            image, _ = decode(self.source.read(index), name, shape[0], shape[1:] if resize else None)
+            image, _ = decode(self.source.read(index), name, shape[0], size)
             if tuple(image.shape) != shape:
                 raise BadInput(
                     f"{name} is {image.shape[2]}×{image.shape[1]} pixels (width×height), but the other images are "

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from torchcaps.data.files import expanded
-from torchcaps.data.image_file import FORMATS
+from torchcaps.data.image_file import FORMATS, Resize
 from torchcaps.data.image_files import Paths, shown
 from torchcaps.data.image_list import ImageList, remarks_on_names, train_and_test
 from torchcaps.data.images import Images
@@ -27,6 +27,7 @@ def load_image_folder(
     root: str | Path,
     *,
     image_size: int | Sequence[int] | None = None,
+    resize: Resize = "stretch",
     channels: int | None = None,
     seed: int = 0,
     test_fraction: float = 0.2,
@@ -49,6 +50,7 @@ def load_image_folder(
         root: the folder.
         image_size: size to which every image is resized: side of a square, or (height, width), in pixels from 1 to
             10,000. None keeps the sizes, which must then be the same for all images.
+        resize: how images of another aspect ratio are resized, as for `read_image`: "stretch", "crop" or "pad".
         channels: 1 for greyscale, 3 for RGB. None uses 1 if all files are greyscale, else 3.
         seed: without test images, seed for choosing them, at least 0.
         test_fraction: without test images, fraction of each class to hold out, in (0, 1).
@@ -68,8 +70,8 @@ def load_image_folder(
         >>> train, test = load_image_folder("photos", image_size=32)  # doctest: +SKIP
     """
     images = list_folder(expanded(root), validation=False)
-    options: dict[str, Any] = {"image_size": image_size, "channels": channels, "progress": progress}
-    return train_and_test(images, test_fraction, seed, **options)
+    size: dict[str, Any] = {"image_size": image_size, "resize": resize}
+    return train_and_test(images, test_fraction, seed, **size, channels=channels, progress=progress)
 
 
 def list_folder(root: Path, validation: bool = True, least: int = 2) -> ImageList:

@@ -15,7 +15,7 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from torchcaps.checks import check_number
-from torchcaps.data.image_file import Facts, check_colour, decode, header, height_and_width
+from torchcaps.data.image_file import Facts, Resize, Size, check_colour, decode, header, target_size
 from torchcaps.data.image_files import ImageFiles, Source, tracked
 from torchcaps.data.images import Images, ImagesOnDisk, Splits, cut_indices
 from torchcaps.errors import BadInput, DataWarning, printable
@@ -103,6 +103,7 @@ def read_list(
     splits: Sequence[Int64[Tensor, " _"]],
     *,
     image_size: int | Sequence[int] | None = None,
+    resize: Resize = "stretch",
     channels: int | None = None,
     cache: Cache = "memory",
     processes: int = 1,
@@ -113,7 +114,7 @@ def read_list(
     Arguments:
         images: the encoded images with their labels.
         splits: indices of the training, validation and test images.
-        image_size, channels, progress: as for `load_image_folder`.
+        image_size, resize, channels, progress: as for `load_image_folder`.
         cache: "memory" decodes all images now. "none" decodes only the header of each image now, and decodes an
             image each time it is used. "auto" is "memory" if the decoded images take at most half of the free memory,
             else "none".
@@ -124,7 +125,7 @@ def read_list(
         BadInput: an image cannot be read; images have different sizes and `image_size` is None; or the images do not
             fit into memory.
     """
-    size = height_and_width(image_size)
+    size = target_size(image_size, resize)
     check_colour(channels)
     remarks = list(images.remarks)
     if cache == "auto":
@@ -148,12 +149,12 @@ def read_list(
         facts = _with_pixels(images.source, facts)
     parts: list[Images] = []
     for number, chosen in enumerate(splits):
-        files = ImageFiles(images.source, digests, chosen)
+        files = ImageFiles(images.source, digests, chosen, None if size is None else size.resize)
         labels = images.labels[chosen]
         if cache == "memory":
             parts.append(Images(pixels[number], labels, images.class_names, files=files))
         else:
-            parts.append(ImagesOnDisk(files, labels, images.class_names, shape, resize=size is not None))
+            parts.append(ImagesOnDisk(files, labels, images.class_names, shape))
     remarks += [*_remarks_on_copies(images, used, digests), *_remarks_on_files(images, facts, size)]
     return Splits(*parts), remarks
 
@@ -188,10 +189,10 @@ def remarks_on_names(name: str, class_names: Sequence[str], cure: str) -> Iterat
             yield f"{name} has the class {one!a}, like a missing value: remove its images if they have no class"
 
 
-def _decoded_bytes(source: Source, channels: int | None, size: tuple[int, int] | None) -> int:
+def _decoded_bytes(source: Source, channels: int | None, size: Size | None) -> int:
     """Estimate the memory that the decoded images take, from the header of the first image."""
     first = header(source.read(0), source.name(0))
-    height, width = size or (first.height, first.width)
+    height, width = size[:2] if size else (first.height, first.width)
     return len(source) * (channels or 3) * height * width
 
 
@@ -210,7 +211,7 @@ def _decode_all(
     contents: Iterable[tuple[int, bytes]],
     splits: Sequence[Tensor],
     channels: int | None,
-    size: tuple[int, int] | None,
+    size: Size | None,
 ) -> tuple[list[Tensor], dict[int, Facts]]:
     """Decode each image directly into the tensor of its split; returns the pixels per split and the `Facts`."""
     places = {index: (split, row) for split, chosen in enumerate(splits) for row, index in enumerate(chosen.tolist())}
@@ -231,7 +232,7 @@ def _decode_all(
 
 
 def _common_shape(
-    source: Source, facts: Mapping[int, Facts], channels: int | None, size: tuple[int, int] | None
+    source: Source, facts: Mapping[int, Facts], channels: int | None, size: Size | None
 ) -> tuple[int, int, int]:
     """Return the shape `(C, H, W)` that all images have when they are decoded."""
     place = next(iter(facts))
@@ -239,7 +240,7 @@ def _common_shape(
     if size is None:
         for index, found in facts.items():
             _check_size(source, place, index, (found.height, found.width), first)
-    return (channels or (1 if all(found.grey for found in facts.values()) else 3), *(size or first))
+    return (channels or (1 if all(found.grey for found in facts.values()) else 3), *(size[:2] if size else first))
 
 
 def _check_size(source: Source, place: int, index: int, size: tuple[int, ...], first: tuple[int, ...]) -> None:
@@ -287,7 +288,7 @@ def _remarks_on_copies(images: ImageList, used: Sequence[int], digests: np.ndarr
         )
 
 
-def _remarks_on_files(images: ImageList, facts: Mapping[int, Facts], size: tuple[int, int] | None) -> Iterator[str]:
+def _remarks_on_files(images: ImageList, facts: Mapping[int, Facts], size: Size | None) -> Iterator[str]:
     """Yield warning texts about files with several frames, nearly black images, and changed aspect ratios."""
     several = [index for index, found in facts.items() if found.several]
     if several:
@@ -309,14 +310,14 @@ def _remarks_on_files(images: ImageList, facts: Mapping[int, Facts], size: tuple
             f"{have} of {images.name} {are} black everywhere, such as {first}, because transparent pixels become black:"
             " paste the images on a background of another colour"
         )
-    if size is not None:
+    if size is not None and size.resize == "stretch":
         ratios = [found.width / found.height for found in facts.values()]
-        target = math.log(size[1] / size[0])
+        target = math.log(size.width / size.height)
         distorted = sum(abs(math.log(ratio) - target) > math.log(DISTORTION) for ratio in ratios)
         seen = " to ".join(dict.fromkeys((f"{min(ratios):.2f}", f"{max(ratios):.2f}")))
         if distorted:
             yield (
-                f"resizing {images.name} to height {size[0]} and width {size[1]} changes the aspect ratio of"
+                f"resizing {images.name} to height {size.height} and width {size.width} changes the aspect ratio of"
                 f" {distorted:,} of {len(facts):,} images by more than 5 % (before resizing, width / height is {seen}):"
-                " crop or pad them to one aspect ratio, and set data.image_size=[height,width] to this ratio"
+                " set data.resize=crop or data.resize=pad, or set data.image_size=[height,width] to their aspect ratio"
             )

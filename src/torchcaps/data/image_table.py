@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from torchcaps.data.files import FULL, expanded
-from torchcaps.data.image_file import file_bytes
+from torchcaps.data.image_file import Resize, file_bytes
 from torchcaps.data.image_files import Paths
 from torchcaps.data.image_list import ImageList, remarks_on_names, train_and_test
 from torchcaps.data.images import Images
@@ -52,6 +52,7 @@ def load_image_table(
     source: str | Path,
     *,
     image_size: int | Sequence[int] | None = None,
+    resize: Resize = "stretch",
     channels: int | None = None,
     seed: int = 0,
     test_fraction: float = 0.2,
@@ -78,6 +79,7 @@ def load_image_table(
             ``"hf:NAME"`` or ``"hf:NAME:CONFIGURATION"`` for a dataset on the Hub.
         image_size: size to which every image is resized: side of a square, or (height, width), in pixels from 1 to
             10,000. None keeps the sizes, which must then be the same for all images.
+        resize: how images of another aspect ratio are resized, as for `read_image`: "stretch", "crop" or "pad".
         channels: 1 for greyscale, 3 for RGB. None uses 1 if all images are greyscale, else 3.
         seed: seed for choosing the test images if there is no test split, at least 0.
         test_fraction: fraction of each class to hold out if there is no test split, in (0, 1).
@@ -103,8 +105,8 @@ def load_image_table(
         >>> train, test = load_image_table("photos.csv", image_size=32)  # doctest: +SKIP
     """
     images = list_table(str(source), image_column, label_column)
-    options: dict[str, Any] = {"image_size": image_size, "channels": channels, "progress": progress}
-    return train_and_test(images, test_fraction, seed, **options)
+    size: dict[str, Any] = {"image_size": image_size, "resize": resize}
+    return train_and_test(images, test_fraction, seed, **size, channels=channels, progress=progress)
 
 
 def list_table(

@@ -120,17 +120,15 @@ class ImagesOnDisk(Images):
     `batch` decodes some of the images; `pixels` decodes all of them into memory.
 
     Arguments:
-        files: the N encoded images.
+        files: the N encoded images. If their `resize` is None, `batch` and `pixels` raise `BadInput` for an image whose
+            size differs from `image_shape`.
         labels: `[N]`, int64, from 0 to `len(class_names) - 1`.
         class_names: names of the classes, in the order of the labels.
         image_shape: `(C, H, W)` of the decoded images.
-        resize: whether to resize the images whose size differs from `image_shape`. If False, `batch` and `pixels` raise
-            `BadInput` for such an image.
     """
 
     files: ImageFiles
     decoded_shape: tuple[int, int, int]
-    resize: bool
 
     def __init__(
         self,
@@ -138,15 +136,14 @@ class ImagesOnDisk(Images):
         labels: Int64[Tensor, " N"],
         class_names: Sequence[str],
         image_shape: tuple[int, int, int],
-        resize: bool,
     ) -> None:
         vars(self).update(files=files, labels=labels, class_names=tuple(class_names), attributes={})
-        vars(self).update(decoded_shape=image_shape, resize=resize)
+        vars(self).update(decoded_shape=image_shape)
 
     @property
     def pixels(self) -> UInt8[Tensor, "N C H W"]:
         """All images, decoded."""
-        return self.files.decoded(self.decoded_shape, self.resize)
+        return self.files.decoded(self.decoded_shape)
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
@@ -155,13 +152,13 @@ class ImagesOnDisk(Images):
 
     def batch(self, indices: Int64[Tensor, " M"]) -> UInt8[Tensor, "M C H W"]:
         """Decode the images at `indices`."""
-        return self.files.subset(indices).decoded(self.decoded_shape, self.resize)
+        return self.files.subset(indices).decoded(self.decoded_shape)
 
     def subset(self, indices: Int64[Tensor, " M"] | Bool[Tensor, " N"] | Sequence[int]) -> Images:
         """Return the images at `indices`, in that order, with the same class names; nothing is decoded."""
         chosen = self._chosen(indices)
         files, labels = self.files.subset(chosen), self.labels[chosen]
-        return ImagesOnDisk(files, labels, self.class_names, self.decoded_shape, self.resize)
+        return ImagesOnDisk(files, labels, self.class_names, self.decoded_shape)
 
 
 @dataclass(frozen=True, eq=False)

@@ -115,7 +115,8 @@ class Explorer:
         Raises:
             BadInput: the file cannot be read as an image, or the image is too wide for a strip.
         """
-        channels, height, width = self.classifier(name).image_shape
+        classifier = self.classifier(name)
+        channels, height, width = classifier.image_shape
         if self._reads_strips(name):
             strip = read_image(Path(path), 1)
             width = max(width, round(strip.shape[2] * height / strip.shape[1]))
@@ -123,7 +124,8 @@ class Explorer:
                 raise BadInput(
                     f"{path} is too wide for a strip of at most {LONGEST_STRIP} digits: cut it into shorter strips"
                 )
-        return read_image(Path(path), 3 if channels == 3 else 1, (height, width)).expand(channels, -1, -1)
+        image = read_image(Path(path), 3 if channels == 3 else 1, (height, width), classifier.resize)
+        return image.expand(channels, -1, -1)
 
     def drawn(self, name: str, drawing: Float[np.ndarray, "height width"]) -> UInt8[Tensor, "C H W"]:
         """Convert a drawing to the size and channels of the network's training images; 0 is black, 255 is white."""
