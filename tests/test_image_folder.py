@@ -228,6 +228,16 @@ def test_links_to_missing_images_are_refused_by_name(tmp_path):
     assert link in images_below(tmp_path)
 
 
+def test_all_damaged_images_are_named_in_one_error(tmp_path):
+    tree(tmp_path, count=4)
+    first, second, third = bad = [tmp_path / name for name in ("cat/1.png", "dog/0.png", "dog/2.png")]
+    for path in bad:
+        path.write_bytes(b"no image")
+    for cache in ("memory", "none"):
+        message = f"replace or remove it; 2 more cannot be read: {second}, {third}"
+        refused(lambda cache=cache: load_splits(str(tmp_path), tmp_path, cache=cache), f"{first} cannot be", message)
+
+
 def test_damaged_images_are_refused_by_name(tmp_path):
     tree(tmp_path)
     bad = tmp_path / "dog" / "bad.jpg"

@@ -8,8 +8,8 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn import functional
 
-from torchcaps.capsules import check_labels
-from torchcaps.checks import bounds, check_floating, check_number, check_sizes, has_values
+from torchcaps.capsules import Prediction, check_labels
+from torchcaps.checks import bounds, check_floating, check_number, check_sizes, described, has_values
 
 Classifier = Callable[[Tensor], Tensor]
 """Function of images ``[B, C, H, W]`` in [0, 1] that returns scores ``[B, classes]``."""
@@ -20,15 +20,29 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 def input_gradient(
     classifier: Classifier, images: Float[Tensor, "B C H W"], labels: Int64[Tensor, "B"], loss: Loss
 ) -> Float[Tensor, "B C H W"]:
-    """Compute the gradient of each image's loss with respect to its pixels."""
+    """Compute the gradient of each image's loss with respect to its pixels.
+
+    Raises:
+        ValueError: ``images`` is not a floating-point tensor, ``labels`` is not a tensor, a label is not a class, the
+            classifier returns a `Prediction`, or torch.inference_mode is active.
+    """
     if torch.is_inference_mode_enabled():
         raise ValueError("gradients cannot be computed inside torch.inference_mode(): leave this context")
-    images = images.detach().requires_grad_()
+    check_floating("images", images)
+    if not isinstance(labels, Tensor):
+        raise ValueError(f"labels must be a tensor; got {described(labels)}: use torch.as_tensor")
+    images = images.detach().clone().requires_grad_()  # a clone, because images can be an inference tensor
     with torch.enable_grad():
         scores = classifier(images)
+        if isinstance(scores, Prediction):
+            raise ValueError(
+                "classifier must return scores [B, classes], but it returns a Prediction: pass lambda images: "
+                "network(images).scores"
+            )
         # PyTorch ignores the label -100. Other losses can have labels of another kind.
         if loss is functional.cross_entropy and labels.ndim == 1 and isinstance(scores, Tensor) and scores.ndim == 2:
             check_labels(labels, scores.shape[1])
+            labels = labels.long()
         total = len(images) * loss(scores, labels)
     return torch.autograd.grad(total, images)[0]
 

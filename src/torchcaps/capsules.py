@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._pytree import _register_namedtuple
 
-from torchcaps.checks import INTEGERS, bounds, check_choice, described, has_values
+from torchcaps.checks import INTEGERS, bounds, check_choice, check_floating, described, has_values
 
 SquashForm = Literal["sabour", "su", "exponential", "unit", "none"]
 SQUASH_CONSTANT = {"sabour": 1.0, "su": 0.5}
@@ -97,11 +97,21 @@ def lengths(pose: Float[Tensor, "*capsules R Q"]) -> Float[Tensor, "*capsules"]:
     Arguments:
         pose: ``[..., R, Q]``: rows and columns of each pose in the last two dimensions.
 
+    Raises:
+        ValueError: ``pose`` is not a floating-point tensor with at least two dimensions.
+
     Example:
         >>> lengths(torch.tensor([[3.0, 4.0]]))
         tensor(5.)
     """
+    _check_pose(pose)
     return torch.linalg.vector_norm(pose, dim=(-2, -1))
+
+
+def _check_pose(pose: Tensor) -> None:
+    check_floating("pose", pose)
+    if pose.ndim < 2:
+        raise ValueError(f"pose must be [..., R, Q], with rows and columns; got {list(pose.shape)}: use pose[None]")
 
 
 def squash(pose: Float[Tensor, "*capsules R Q"], form: SquashForm = "sabour") -> Float[Tensor, "*capsules R Q"]:
@@ -116,21 +126,27 @@ def squash(pose: Float[Tensor, "*capsules R Q"], form: SquashForm = "sabour") ->
         none           v = s
 
     s is the pose before squashing, and v is the pose after it. The length of v in ``su`` is up to twice its length in
-    ``sabour``. Values and first-order gradients are finite everywhere, including at zero.
+    ``sabour``. Values and first-order gradients are finite everywhere, including at zero. The computation uses at least
+    float32.
 
     Arguments:
         pose: ``[..., R, Q]``: rows and columns of each pose in the last two dimensions. The squared length of a pose
-            must not overflow the dtype.
+            must not overflow float32, or the dtype if it is wider.
         form: ``sabour``, ``su``, ``exponential``, ``unit`` or ``none``.
 
     Raises:
-        ValueError: ``form`` is not one of the known forms.
+        ValueError: ``pose`` is not a floating-point tensor with at least two dimensions, or ``form`` is not one of the
+            known forms.
 
     Example:
         >>> squash(torch.tensor([[3.0, 4.0]]))
         tensor([[0.5769, 0.7692]])
     """
-    return pose if form == "none" else _scaled(pose, lengths(pose), form)
+    _check_pose(pose)
+    if form == "none":
+        return pose
+    long = wide(pose)
+    return _scaled(long, lengths(long), form).to(pose.dtype)
 
 
 def squashed(pose: Float[Tensor, "*capsules R Q"], form: SquashForm = "sabour") -> Capsules:
@@ -145,7 +161,8 @@ def squashed(pose: Float[Tensor, "*capsules R Q"], form: SquashForm = "sabour") 
         form: ``sabour``, ``su``, ``exponential``, ``unit`` or ``none``; see `squash` for the formulas.
 
     Raises:
-        ValueError: ``form`` is not one of the known forms.
+        ValueError: ``pose`` is not a floating-point tensor with at least two dimensions, or ``form`` is not one of the
+            known forms.
 
     Example:
         >>> squashed(torch.tensor([[3.0, 4.0]])).activation
@@ -154,8 +171,11 @@ def squashed(pose: Float[Tensor, "*capsules R Q"], form: SquashForm = "sabour") 
     if form in ("none", "unit"):
         short = squash(pose, form)
         return Capsules(short, lengths(short))
-    length = lengths(pose)
-    return Capsules(_scaled(pose, length, form), _squashed_length(length, form))
+    _check_pose(pose)
+    long = wide(pose)
+    length = lengths(long)
+    short, activation = _scaled(long, length, form), _squashed_length(length, form)
+    return Capsules(short.to(pose.dtype), activation.to(pose.dtype))
 
 
 def _scaled(pose: Tensor, length: Tensor, form: SquashForm) -> Tensor:
@@ -174,9 +194,8 @@ def _squashed_length(length: Tensor, form: SquashForm) -> Tensor:
     is_long, info = length > 1, torch.finfo(length.dtype)
     far, near = torch.where(is_long, length, 1), torch.where(is_long, 1, length)
     if form == "exponential":
-        # So that rounding makes no length larger than 1. In half precision, this limit would cost too much accuracy.
-        most = 1 - 4 * info.eps if length.itemsize >= 4 else 1.0
-        found = torch.where(is_long, 1 - torch.exp(-far), -torch.expm1(-near)).clamp_max(most)
+        # The limit is below 1, so that rounding makes no length larger than 1.
+        found = torch.where(is_long, 1 - torch.exp(-far), -torch.expm1(-near)).clamp_max(1 - 4 * info.eps)
         return torch.where(length <= info.max, found, math.nan)
     constant, far, near = SQUASH_CONSTANT[form], far.square(), near.square()
     found = torch.where(is_long, 1 / (1 + constant / far), near / (constant + near))
@@ -210,7 +229,7 @@ def check_labels(labels: Tensor, num_classes: int, name: str = "labels") -> None
     Raises:
         ValueError: ``labels`` is not such a tensor.
     """
-    if labels.ndim != 1 or labels.dtype not in INTEGERS:
+    if not isinstance(labels, Tensor) or labels.ndim != 1 or labels.dtype not in INTEGERS:
         raise ValueError(f"{name} must be integers [B], one class index per sample; got {described(labels)}")
     if has_values(labels) and len(labels):
         low, high = bounds(labels.long())
@@ -260,7 +279,8 @@ def coordinate_addition(
         The extended pose and the extended transform. In both, the size of dimension Q grows by 1, or by 2 if R = 1.
 
     Raises:
-        ValueError: R = 1 and N is not a perfect square (4, 9, 16, …).
+        ValueError: an argument is not a floating-point tensor of the documented shape, or R = 1 and N is not a perfect
+            square (4, 9, 16, …).
 
     Example:
         >>> pose, transform = coordinate_addition(torch.zeros(1, 1, 1, 2, 2), torch.zeros(1, 1, 1, 2, 2),
@@ -269,6 +289,13 @@ def coordinate_addition(
         tensor([[0.0000, 0.2500],
                 [0.0000, 0.7500]])
     """
+    given = {"pose": (pose, 5), "transform": (transform, 5), "coordinates": (coordinates, 2)}
+    for name, (tensor, dimensions) in given.items():
+        check_floating(name, tensor)
+        if tensor.ndim != dimensions:
+            raise ValueError(f"{name} must have {dimensions} dimensions; got {described(tensor)}")
+    if coordinates.shape != (pose.shape[1], 2):
+        raise ValueError(f"coordinates must be [S, 2] = [{pose.shape[1]}, 2]; got {list(coordinates.shape)}")
     batch, _, types, rows, _ = pose.shape
     transforms, _, parents, _, columns = transform.shape
     if rows == 1:

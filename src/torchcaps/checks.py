@@ -68,11 +68,13 @@ def described(value: Any) -> str:
 
 
 def check_floating(name: str, tensor: Tensor) -> None:
-    """Check that a tensor has a floating-point dtype.
+    """Check that a value is a tensor with a floating-point dtype.
 
     Raises:
-        ValueError: the dtype of ``tensor`` is not floating-point.
+        ValueError: ``tensor`` is not a tensor, or its dtype is not floating-point.
     """
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{name} must be a tensor; got {described(tensor)}")
     if not tensor.is_floating_point():
         raise ValueError(f"{name} must have a floating-point dtype; got {described(tensor)}: use {name}.float()")
 
@@ -156,7 +158,7 @@ def check_number(name: str, value: Any, interval: str, error: type[ValueError] =
         ValueError: label_smoothing must be in [0, 1]; got 1.5
     """
     low, high = (float(end) for end in interval[1:-1].split(","))
-    number = isinstance(value, Real) or (isinstance(value, Tensor) and value.ndim == 0)
+    number = value.ndim == 0 if isinstance(value, Tensor) else isinstance(value, Real) and not isinstance(value, bool)
     above = number and (value > low or (value == low and interval.startswith("[")))
     if not above or not (value < high or (value == high and interval.endswith("]"))):
         one_sided = "a finite number"
@@ -177,23 +179,24 @@ def check_padding(padding: Any, most: int | None = None) -> None:
         raise ValueError(f"padding must be an integer {allowed}; got {described(padding)}")
 
 
-def check_shape(name: str, shape: Any, dimensions: str) -> None:
+def check_shape(name: str, shape: Any, dimensions: str, error: type[ValueError] = ValueError) -> None:
     """Check that a shape is a tuple or list with one integer of at least 1 for each dimension.
 
     Arguments:
         name: name of the argument in the error message.
         shape: the shape.
         dimensions: names of the dimensions, separated by ", ".
+        error: class of the error.
 
     Raises:
-        ValueError: ``shape`` is not a tuple or list of this form.
+        ValueError: ``shape`` is not a tuple or list of this form. ``error`` is the class of the error.
 
     Example:
         >>> check_shape("image_shape", (1, 28, 28), "channels, height, width")
     """
     count = len(dimensions.split(", "))
     if not isinstance(shape, Sequence) or len(shape) != count or any(not _is_integer(n) or n < 1 for n in shape):
-        raise ValueError(f"{name} must be a tuple ({dimensions}) of integers of at least 1; got {described(shape)}")
+        raise error(f"{name} must be a tuple ({dimensions}) of integers of at least 1; got {described(shape)}")
 
 
 def check_channels(name: str, sizes: Any) -> None:

@@ -14,9 +14,10 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
-from torchcaps.checks import check_choice, check_integer, described
+from torchcaps.checks import check_choice, check_integer, check_shape, described
 from torchcaps.data import Preprocessing, read_image
 from torchcaps.data.image_file import Resize
+from torchcaps.data.images import checked_names
 from torchcaps.devices import clear_memory_errors
 from torchcaps.errors import BadInput, Diverged
 from torchcaps.models import MODELS
@@ -145,8 +146,8 @@ class Classifier:
             `torchcaps.data.read_image`: "stretch", "crop" or "pad".
 
     Raises:
-        BadInput: a class name is not a string; the number of class names is not the model's number of classes; or
-            ``resize`` is unknown.
+        BadInput: an argument has the wrong type; a class name is not a string; the number of class names is not the
+            model's number of classes; or ``resize`` is unknown.
 
     Example:
         >>> import tempfile
@@ -167,10 +168,12 @@ class Classifier:
     resize: Resize = "stretch"
 
     def __post_init__(self) -> None:
+        for name, kind in (("model", nn.Module), ("preprocessing", Preprocessing)):
+            if not isinstance(getattr(self, name), kind):
+                raise BadInput(f"{name} must be an instance of {kind.__name__}; got {described(getattr(self, name))}")
+        check_shape("image_shape", self.image_shape, "channels, height, width", BadInput)
         object.__setattr__(self, "image_shape", tuple(self.image_shape))
-        for name in self.class_names:
-            if not isinstance(name, str):
-                raise BadInput(f"class_names must be strings; got {described(name)}: convert it with str()")
+        object.__setattr__(self, "class_names", checked_names(self.class_names))
         check_choice("resize", self.resize, get_args(Resize), BadInput)
         classes = getattr(self.model, "options", {}).get("num_classes", len(self.class_names))
         if len(self.class_names) != classes:

@@ -67,7 +67,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     names = list(known)
     if not names:
         return "; none are known"
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(str(name), names, n=1, cutoff=0.6)
     return (f"; did you mean {close[0]!r}?" if close else ".") + f" Known: {', '.join(names)}"
 
 

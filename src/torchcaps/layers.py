@@ -95,8 +95,8 @@ class CapsuleLayer(TransformModule):
 
     Raises:
         TypeError: ``routing_map`` is not a `RoutingMap`.
-        ValueError: ``transform`` does not have five dimensions, or not as many matrices as the map has transforms; or
-            ``routing`` is not a known rule, or is a rule module that was created for a layer with other sizes.
+        ValueError: ``transform`` has another dtype or shape than documented; ``child_pose_shape`` is not two integers;
+            or ``routing`` is unknown, or was created for a layer with other sizes.
 
     Example:
         >>> layer = CapsuleLayer(RoutingMap.dense(6), torch.randn(6, 4, 10, 8, 16), "dynamic")
@@ -115,21 +115,21 @@ class CapsuleLayer(TransformModule):
         super().__init__()
         if not isinstance(routing_map, RoutingMap):
             raise TypeError(f"routing_map must be a RoutingMap; got {described(routing_map)}: use RoutingMap.dense")
-        if not isinstance(transform, Tensor) or transform.ndim != 5 or len(transform) != routing_map.transforms:
+        floats = isinstance(transform, Tensor) and transform.is_floating_point()
+        if not floats or transform.ndim != 5 or len(transform) != routing_map.transforms:
             raise ValueError(
-                "transform must be a tensor [K, C, J, Q, N], where K is the number of transforms of the routing map, "
-                f"{routing_map.transforms}; got {described(transform)}"
+                "transform must be a floating-point tensor [K, C, J, Q, N], where K is the number of transforms of the "
+                f"routing map, {routing_map.transforms}; got {described(transform)}"
             )
         self.routing_map = routing_map
-        shared = isinstance(transform, nn.Parameter)
-        self.transform = transform if shared else nn.Parameter(transform.detach().clone())
+        self.transform = transform if isinstance(transform, nn.Parameter) else nn.Parameter(transform.detach().clone())
         if draw is not None:
             self.initialise(draw)
         transforms, child_types, parent_types, columns, outer = transform.shape
-        child_pose_shape = child_pose_shape or (1, columns)
-        parent_pose_shape = (child_pose_shape[0], outer)
-        shape = LayerShape(transforms, child_types, parent_types, child_pose_shape, parent_pose_shape)
-        self.routing = rule_for(routing, shape)
+        child_pose_shape = (1, columns) if child_pose_shape is None else child_pose_shape
+        check_shape("child_pose_shape", child_pose_shape, "R, Q")
+        poses = child_pose_shape, (child_pose_shape[0], outer)
+        self.routing = rule_for(routing, LayerShape(transforms, child_types, parent_types, *poses))
         for constant in CapsuleLayer._constants(self):
             constant.on(transform.device)
 

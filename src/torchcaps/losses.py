@@ -10,7 +10,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from torchcaps.capsules import check_labels, one_hot, wide
-from torchcaps.checks import INTEGERS, bounds, check_choice, check_number, described, has_values
+from torchcaps.checks import (
+    INTEGERS,
+    bounds,
+    check_choice,
+    check_not_negative,
+    check_number,
+    check_sizes,
+    described,
+    has_values,
+)
 from torchcaps.errors import BadInput
 
 IGNORE_NONE = -(2**63)
@@ -42,7 +51,8 @@ def margin_loss(
         weights: ``[B]``, factor of each sample's loss, at least 0.
 
     Raises:
-        ValueError: ``scores``, ``target`` or ``weights`` does not have the documented shape; a one-dimensional
+        ValueError: ``scores``, ``target`` or ``weights`` does not have the documented shape; a score on a CPU is
+            negative; a one-dimensional
             ``target`` is not an integer tensor with values in [0, classes); a two-dimensional ``target`` has a value
             outside [0, 1]; a weight is negative; or a margin or ``negative_weight`` is out of range.
 
@@ -52,6 +62,7 @@ def margin_loss(
         tensor(0.)
     """
     _check_scores(scores)
+    check_not_negative("scores", scores)
     check_number("positive_margin", positive_margin, "(0, 1]")
     check_number("negative_margin", negative_margin, "[0, 1)")
     check_number("negative_weight", negative_weight, "[0, inf)")
@@ -156,13 +167,14 @@ def spread_margin(schedule: Literal["linear", "official"], step: int, steps: int
         steps: number of steps in the whole training.
 
     Raises:
-        ValueError: ``schedule`` is not one of the known schedules.
+        ValueError: ``schedule`` is not one of the known schedules; or ``step`` is negative.
 
     Example:
         >>> [spread_margin("linear", step, 100) for step in (0, 50, 100)]
         [0.2, 0.55, 0.9]
     """
     check_choice("schedule", schedule, ("linear", "official"))
+    check_number("step", step, "[0, inf)")
     if schedule == "linear":
         return round(0.2 + 0.7 * min(1.0, step / max(1, steps)), 12)
     return 0.2 + 0.79 / (1 + math.exp(-min(10.0, step / 50_000 - 4)))
@@ -213,7 +225,8 @@ def activation_cross_entropy(
     """Compute the cross-entropy of activations scaled to sum to 1: ``-log(a_t / Σ_k a_k)``, averaged over the batch.
 
     Hinton, Sabour & Frosst 2018, table 1, report a cross-entropy of the activations, but give no formula. This formula
-    is the choice of this library.
+    is the choice of this library. A share ``a_k / Σ_k a_k`` below 1e-12 counts as 1e-12 and has no gradient, and so
+    does a sum below 1e-12.
 
     Arguments:
         scores: ``[B, classes]``, activations of the class capsules, in [0, 1].
@@ -221,8 +234,9 @@ def activation_cross_entropy(
         weights: ``[B]``, factor of each sample's loss, at least 0.
 
     Raises:
-        ValueError: ``scores`` is not a tensor ``[B, classes]``; ``target`` is not an integer tensor ``[B]`` with values
-            in [0, classes); or ``weights`` does not have the shape ``[B]``, or a weight is negative.
+        ValueError: ``scores`` is not a tensor ``[B, classes]``, or has a negative value; ``target`` is not an integer
+            tensor ``[B]`` with values in [0, classes); or ``weights`` does not have the shape ``[B]``, or a weight is
+            negative. Only on CPUs are the scores checked for negative values.
 
     Example:
         >>> import torch
@@ -230,6 +244,7 @@ def activation_cross_entropy(
         tensor(0.)
     """
     _check_scores(scores)
+    check_not_negative("scores", scores)
     logarithms = functional.normalize(wide(scores), p=1, dim=1).clamp_min(1e-12).log()
     reduction, target = "mean" if weights is None else "none", _checked_classes(target, scores)
     return _mean(functional.nll_loss(logarithms, target, reduction=reduction, ignore_index=IGNORE_NONE), weights)
@@ -249,8 +264,9 @@ def activation_logit_cross_entropy(
         weights: ``[B]``, factor of each sample's loss, at least 0.
 
     Raises:
-        ValueError: ``scores`` is not a tensor ``[B, classes]``; ``target`` is not an integer tensor ``[B]`` with values
-            in [0, classes); or ``weights`` does not have the shape ``[B]``, or a weight is negative.
+        ValueError: ``scores`` is not a tensor ``[B, classes]``, or has a negative value; ``target`` is not an integer
+            tensor ``[B]`` with values in [0, classes); or ``weights`` does not have the shape ``[B]``, or a weight is
+            negative. Only on CPUs are the scores checked for negative values.
 
     Example:
         >>> import torch
@@ -258,6 +274,7 @@ def activation_logit_cross_entropy(
         tensor(0.6931)
     """
     _check_scores(scores)
+    check_not_negative("scores", scores)
     return cross_entropy(wide(scores).logit(eps=1e-6), target, weights=weights)
 
 
@@ -274,13 +291,15 @@ def balanced_weights(labels: Integer[Tensor, " N"], num_classes: int) -> Float[T
         num_classes: number of classes (K).
 
     Raises:
-        ValueError: ``labels`` is not an integer tensor ``[N]`` with values in [0, num_classes).
+        ValueError: ``labels`` is not an integer tensor ``[N]`` with values in [0, num_classes), or ``num_classes`` is
+            not an integer of at least 1.
 
     Example:
         >>> import torch
         >>> balanced_weights(torch.tensor([0, 0, 0, 1]), 2)
         tensor([0.6667, 2.0000])
     """
+    check_sizes(num_classes=num_classes)
     check_labels(labels, num_classes)
     counts = labels.long().bincount(minlength=num_classes).clamp_min(1)
     return len(labels) / (num_classes * counts.float())

@@ -198,6 +198,32 @@ def check_options(owner: str, options: Mapping[str, Any], kinds: Mapping[str, An
         check_kind(f"{owner}: {name}", value, kinds[name])
 
 
+def bound_options(
+    owner: str, signature: inspect.Signature, positional: Sequence[Any], named: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the options of a constructor call by name, also those with default values, except ``routing``.
+
+    Arguments:
+        owner: name of the class in the error message.
+        signature: signature of ``__init__``.
+        positional, named: arguments of the call; the first is the new object.
+
+    Raises:
+        TypeError: an argument is missing, given twice or unknown.
+
+    Example:
+        >>> def build(self, size, depth=2, routing="em"): ...
+        >>> bound_options("Network", inspect.signature(build), (None,), {"size": 3})
+        {'size': 3, 'depth': 2}
+    """
+    try:
+        given = signature.bind(*positional, **named)
+    except TypeError as error:
+        raise TypeError(f"{owner}() {error}") from error
+    given.apply_defaults()
+    return {name: value for name, value in [*given.arguments.items()][1:] if name != "routing"}
+
+
 def registered_name(kind: type, table: Mapping[str, Any]) -> str | None:
     """Return the key of a class in `MODELS` or `ROUTINGS`, or None.
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from torchcaps.capsules import Capsules, SquashForm, squash, squashed, wide
+from torchcaps.capsules import Capsules, SquashForm, check_capsules, squash, squashed, wide
 from torchcaps.checks import check_choice, check_padding, check_shape, check_sizes
 from torchcaps.convolution import Im2colConv2d
 
@@ -119,8 +119,8 @@ class PoseNorm(nn.Module):
         affine: learn a scale and an offset for every pose element.
 
     Raises:
-        ValueError: a size is not an integer of at least 1. When the module is called: the capsules do not have
-            ``types`` types and as many elements per pose as ``pose_size``.
+        ValueError: a size is not an integer of at least 1. When the module is called: the argument is not a
+            `Capsules` with ``types`` types and as many elements per pose as ``pose_size``.
 
     Example:
         >>> import torch
@@ -136,6 +136,7 @@ class PoseNorm(nn.Module):
 
     def forward(self, capsules: Capsules) -> Capsules:
         """Normalise the poses; the activations stay the same."""
+        check_capsules(capsules, "capsules")
         pose = capsules.pose
         _, _, types, rows, columns = pose.shape
         size = self.norm.num_features // self.types

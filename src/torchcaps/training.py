@@ -17,6 +17,7 @@ from torch import nn
 
 from torchcaps.batches import SplitBatches, default_workers
 from torchcaps.checkpoints import load_best, load_checkpoint, load_saved
+from torchcaps.checks import check_integer, described
 from torchcaps.chosen_epoch import best_epoch, check_best
 from torchcaps.classifier import Classifier, training
 from torchcaps.compilation import check_compiled
@@ -120,6 +121,12 @@ def fit(
             ``recipe.pretrained``; or validation images are among the training images of one of these runs.
     """
     folder = Path(folder)
+    check_integer("devices", devices, 1, error=BadInput)
+    if workers is not None:
+        check_integer("workers", workers, 0, error=BadInput)
+    for name, function in (("on_start", on_start), ("on_epoch_end", on_epoch_end)):
+        if function is not None and not callable(function):
+            raise BadInput(f"{name} must be a function or None; got {described(function)}")
     check_devices(devices, recipe)
     check_logger(logger)
     check_shares(splits, devices)

@@ -248,6 +248,7 @@ def load_splits(
     name_or_folder, data_dir = str(name_or_folder), expanded(data_dir)
     check_number("validation_fraction", validation_fraction, "(0, 0.5]", BadInput)
     check_integer("seed", seed, 0, error=BadInput)
+    check_integer("processes", processes, 1, error=BadInput)
     check_source(name_or_folder, cache)
     known, table = name_or_folder in DATASETS, is_table(name_or_folder)
     folder = expanded(name_or_folder)

@@ -5,9 +5,10 @@ import math
 import re
 import unicodedata
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from torchcaps.errors import BadInput, DataWarning, printable
 from torchcaps.process_memory import free_memory
 
 Cache = Literal["auto", "memory", "none"]
+Result = TypeVar("Result")
 
 DISTORTION = 1.05
 """A warning gives the number of images whose aspect ratio is changed by more than this factor."""
@@ -29,6 +31,8 @@ SHARE = 0.5
 """With ``cache="auto"``, images are held in memory if they take at most this share of the free memory."""
 CHECKED = 50
 """If images are not held in memory, at most this many 16-bit and as many transparent images are decoded as a check."""
+MOST_UNREADABLE = 20
+"""Reading stops after this many images that cannot be read."""
 NUMBER = re.compile(r"(-?)0*([0-9]+)(?:\.0*)?")
 """Pattern of whole numbers. Its groups are the same for 1, 01 and 1.0."""
 MISSING = ("NA", "N/A", "<NA>", "NaN", "nan", "NULL", "null")
@@ -144,7 +148,7 @@ def read_list(
     if cache == "memory":
         pixels, facts = _decode_all(images.source, contents, splits, channels, size)
     else:
-        facts = {index: header(content, images.source.name(index)) for index, content in contents}
+        facts = dict(_readable(images.source, contents, header))
         shape = _common_shape(images.source, facts, channels, size)
         facts = _with_pixels(images.source, facts)
     parts: list[Images] = []
@@ -206,6 +210,31 @@ def _contents(
         yield index, content
 
 
+def _readable(
+    source: Source, contents: Iterable[tuple[int, bytes]], read: Callable[[bytes, str], Result]
+) -> Iterator[tuple[int, Result]]:
+    """Yield the index of each image and the result of `read`; at the end, raise one error about all unreadable images.
+
+    Raises:
+        BadInput: an image cannot be read. The message names up to `MOST_UNREADABLE` images.
+    """
+    errors: dict[str, BadInput] = {}
+    for index, content in contents:
+        name = source.name(index)
+        try:
+            result = read(content, name)
+        except BadInput as error:
+            errors[name] = error
+            if len(errors) == MOST_UNREADABLE:
+                break
+            continue
+        yield index, result
+    if errors:
+        first, *others = errors
+        more = f"; {len(others)} more cannot be read: {', '.join(map(printable, others))}" if others else ""
+        raise BadInput(f"{errors[first]}{more}") from errors[first]
+
+
 def _decode_all(
     source: Source,
     contents: Iterable[tuple[int, bytes]],
@@ -217,8 +246,8 @@ def _decode_all(
     places = {index: (split, row) for split, chosen in enumerate(splits) for row, index in enumerate(chosen.tolist())}
     pixels: list[Tensor] = []
     facts: dict[int, Facts] = {}
-    for index, content in contents:
-        image, found = decode(content, source.name(index), channels, size)
+    reading = partial(decode, channels=channels, size=size)
+    for index, (image, found) in _readable(source, contents, reading):
         facts[index] = found
         count, height, width = image.shape
         if not pixels:

@@ -9,9 +9,26 @@ import torch
 from jaxtyping import Bool, Int64, Shaped, UInt8
 from torch import Tensor
 
-from torchcaps.checks import check_integer, check_number, described
+from torchcaps.checks import INTEGERS, bounds, check_integer, check_number, described
 from torchcaps.data.image_files import ImageFiles
 from torchcaps.errors import BadInput, nearest
+
+
+def checked_names(class_names: Sequence[str]) -> tuple[str, ...]:
+    """Check that class names are a list, tuple or array of strings, and return them as a tuple.
+
+    Raises:
+        BadInput: ``class_names`` has no order, or a name is not a string.
+    """
+    if isinstance(class_names, str) or not isinstance(class_names, Sequence | np.ndarray):
+        raise BadInput(
+            f"class_names must be a list or tuple of strings; got {described(class_names)}: list the names in "
+            "the order of the labels"
+        )
+    for name in class_names:
+        if not isinstance(name, str):
+            raise BadInput(f"class_names must be strings; got {described(name)}: convert it with str()")
+    return tuple(class_names)
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +45,7 @@ class Images:
 
     Raises:
         BadInput: `pixels`, `labels` or an attribute has the wrong shape or dtype; the numbers of images, labels and
-            attribute values differ; or a label is not an index of `class_names`.
+            attribute values differ; a label is not an index of `class_names`; or a class name is not a string.
 
     Example:
         >>> Images(torch.zeros(2, 1, 28, 28, dtype=torch.uint8), torch.tensor([0, 1]), ("cat", "dog")).image_shape
@@ -42,7 +59,7 @@ class Images:
     files: ImageFiles | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "class_names", tuple(self.class_names))
+        object.__setattr__(self, "class_names", checked_names(self.class_names))
         for name, part in (("pixels", self.pixels), ("labels", self.labels), *self.attributes.items()):
             if not isinstance(part, Tensor):
                 raise BadInput(f"{name} must be a torch.Tensor; got {described(part)}: convert it with torch.as_tensor")
@@ -77,7 +94,11 @@ class Images:
         return self.pixels[indices]
 
     def subset(self, indices: Int64[Tensor, " M"] | Bool[Tensor, " N"] | Sequence[int]) -> "Images":
-        """Return the images at `indices`, in that order, with the same class names. `indices` can also be a mask."""
+        """Return the images at `indices`, in that order, with the same class names. `indices` can also be a mask.
+
+        Raises:
+            BadInput: `indices` are neither integers in the range of the images nor a mask with one value per image.
+        """
         chosen = self._chosen(indices)
         attributes = {name: values[chosen] for name, values in self.attributes.items()}
         files = None if self.files is None else self.files.subset(chosen)
@@ -85,7 +106,14 @@ class Images:
 
     def _chosen(self, indices: Any) -> Int64[Tensor, " M"]:
         chosen = torch.as_tensor(indices, device="cpu")
+        if not chosen.numel():
+            return chosen.flatten().to(torch.int64)
+        if chosen.ndim != 1 or chosen.dtype not in (torch.bool, *INTEGERS):
+            raise BadInput(f"indices must be integers, or a mask bool [{len(self)}]; got {described(indices)}")
         if chosen.dtype != torch.bool:
+            low, high = bounds(chosen.to(torch.int64))
+            if low < -len(self) or high >= len(self):
+                raise BadInput(f"indices must be from 0 to {len(self) - 1}; got {low} to {high}")
             return chosen.to(torch.int64)
         if chosen.shape != (len(self),):
             raise BadInput(f"a mask must be bool [{len(self)}]; got {_kind(chosen)}: give one value per image")
@@ -137,7 +165,7 @@ class ImagesOnDisk(Images):
         class_names: Sequence[str],
         image_shape: tuple[int, int, int],
     ) -> None:
-        vars(self).update(files=files, labels=labels, class_names=tuple(class_names), attributes={})
+        vars(self).update(files=files, labels=labels, class_names=checked_names(class_names), attributes={})
         vars(self).update(decoded_shape=image_shape)
 
     @property
@@ -227,7 +255,8 @@ def cut_by(images: Images, attribute: str, seed: int) -> tuple[Images, Images]:
         seed: seed for choosing which value of the attribute is held out for each class, at least 0.
 
     Raises:
-        BadInput: the images have no attribute of this name, or all images of a class have the same value.
+        BadInput: the images have no attribute of this name, all images of a class have the same value, or `seed` is
+            not an integer of at least 0.
 
     Example:
         >>> labels, toy = torch.tensor([0, 0, 1, 1]), {"toy": torch.tensor([4, 5, 4, 6])}
@@ -235,6 +264,7 @@ def cut_by(images: Images, attribute: str, seed: int) -> tuple[Images, Images]:
         >>> [part.labels.tolist() for part in cut_by(images, "toy", seed=0)]
         [[0, 1], [0, 1]]
     """
+    check_integer("seed", seed, 0, error=BadInput)
     if attribute not in images.attributes:
         known = nearest(attribute, images.attributes) if images.attributes else "; these images have no attributes"
         raise BadInput(f"unknown attribute {attribute!r}{known}")

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int64, UInt8
 from torch import Tensor
 from torch.nn import functional
 
-from torchcaps.checks import check_integer, check_number
+from torchcaps.checks import check_integer, check_number, described
 from torchcaps.data.images import shift, shift_offsets
 from torchcaps.errors import BadInput
 from torchcaps.options import check_kind, kinds_of
@@ -268,6 +268,8 @@ class Preprocessing:
 
 
 def _scaled(pixels: Tensor) -> Tensor:
+    if pixels.dtype != torch.uint8:
+        raise BadInput(f"pixels must be uint8, from 0 to 255; got {described(pixels)}: use plain_of for [0, 1]")
     return pixels.float().div_(255)
 
 

@@ -21,7 +21,7 @@ from torchcaps.capsules import Prediction
 from torchcaps.data.files import as_json, atomically
 from torchcaps.errors import BadInput, first_line, unreadable
 from torchcaps.models.saved_rules import both_settings, cure_of, is_foreign, restore_rules, same_setting, saved_rules
-from torchcaps.options import absent, check_options, kinds_of, plain_options, registered_name
+from torchcaps.options import absent, bound_options, check_options, kinds_of, plain_options, registered_name
 from torchcaps.routing import ROUTINGS
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -78,10 +78,11 @@ class Pretrained(nn.Module):
 
         @functools.wraps(build)
         def remembering(self: Pretrained, *positional: Any, **named: Any) -> None:
+            options = bound_options(cls.__name__, signature, (self, *positional), named)
+            if not is_foreign(cls):
+                check_options(cls.__name__, plain_options(cls.__name__, options), kinds_of(cls))
             build(self, *positional, **named)
-            given = signature.bind(self, *positional, **named)
-            given.apply_defaults()
-            self.options = {name: value for name, value in [*given.arguments.items()][1:] if name != "routing"}
+            self.options = options
 
         cls.__init__ = remembering  # type: ignore[method-assign, assignment]
 
@@ -103,7 +104,8 @@ class Pretrained(nn.Module):
         """
         folder = Path(folder)
         options, routing = check_loadable(self)
-        content = _weights_of(self)
+        weights = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
+        content = safetensors.torch.save(weights, {"format": "pt"})
         checksum = hashlib.sha256(content).hexdigest()
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -340,12 +342,6 @@ def different_shapes(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[
         if here != there:
             return name, here, there
     return None
-
-
-def _weights_of(model: nn.Module) -> bytes:
-    """Return the content of a safetensors file with the weights of a network."""
-    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    return safetensors.torch.save(weights, {"format": "pt"})
 
 
 def _check_shared(kind: str, weights: Mapping[str, torch.Tensor]) -> None:

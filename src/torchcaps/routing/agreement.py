@@ -65,7 +65,7 @@ class Moments(NamedTuple):
 
     Arguments:
         mass: Σ w, ``[B, P, J]``: batch, parent sites, parent types.
-        mean: Σ w V / Σ w, ``[B, P, J, R, N]``; 0 if all children have activation 0.
+        mean: Σ w V / Σ w, ``[B, P, J, R, N]``; 0, with gradient 0, if all children have activation 0.
         variance: Σ w (V - mean)² / Σ w, ``[B, P, J, R, N]``.
 
     Example:
@@ -85,7 +85,7 @@ class Means(NamedTuple):
 
     Arguments:
         mass: Σ w, ``[B, P, J]``: batch, parent sites, parent types.
-        mean: Σ w V / Σ w, ``[B, P, J, R, N]``; 0 if all children have activation 0.
+        mean: Σ w V / Σ w, ``[B, P, J, R, N]``; 0, with gradient 0, if all children have activation 0.
 
     Example:
         >>> import torch
@@ -111,7 +111,7 @@ class Gaussians(NamedTuple):
 
     Arguments:
         mass: Σ w, ``[B, P, J]``: batch, parent sites, parent types.
-        mean: Σ w V / Σ w, ``[B, P, J, R, N]``; 0 if all children have activation 0.
+        mean: Σ w V / Σ w, ``[B, P, J, R, N]``; 0, with gradient 0, if all children have activation 0.
         variance: Σ w (V - mean)² / Σ w, ``[B, P, J, R, N]``, without the floor.
         log_volume: Σ log σ over the elements of a vote, ``[B, P, J]``. In this sum, σ² is at least the smallest normal
             number of its dtype, so that a floor of 0 gives finite numbers.

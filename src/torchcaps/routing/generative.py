@@ -32,8 +32,8 @@ class GenerativeRouting(Rule):
     ignores. μ_j is the pose of the parent. f is the logistic function. In the paper, layers exchange logits, and each
     layer applies f to its input logits before routing. Here layers exchange activations in [0, 1]: the activation of
     parent j is f(logit_j), and a_i is used without applying f. β_use and β_ignore are learned, start at 0, and have one
-    value per transform, child type and parent type. A parent whose children all have activation 0 has pose 0. The
-    author's code also adds a learned bias to every vote; this rule does not.
+    value per transform, child type and parent type. A parent whose children all have activation 0 has pose 0, and
+    these activations have gradient 0. The author's code also adds a learned bias to every vote; this rule does not.
 
     Arguments:
         transforms: number of transforms of the map (K): the number of child sites for a dense layer, 1 for a shared
@@ -119,11 +119,14 @@ class GenerativeRouting(Rule):
             if ignore_all is None:
                 ignore_all = mass * mean[..., -1, -1]
             logit = mass * mean[..., 0, -more] - ignore_all
+            # This form of a kept near 1 preserves the digits of its gradient.
+            lost = (self.mass_floor / (mass + self.mass_floor))[..., None, None]
             kept = (mass / (mass + self.mass_floor))[..., None, None]
+            kept = torch.where(kept > 0.5, 1 - lost, kept)
             pose = kept * mean[..., :-more]
             if isinstance(found, Means):
                 break
-            moved = kept * (1 - kept).square() * mean[..., :-more].square()
+            moved = kept * lost.square() * mean[..., :-more].square()
             precision = (kept * found.variance[..., :-more] + moved + self.variance_floor).reciprocal()
             agreement = Agreement(
                 functional.logsigmoid(logit) + 0.5 * precision.log().sum(dim=(3, 4)),

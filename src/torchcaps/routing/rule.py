@@ -73,6 +73,13 @@ class Rule(nn.Module):
     backend: Backend = "auto"
     """``fused`` (do not store votes), ``reference`` (store all votes), or ``auto``: fused if the kernels can run."""
 
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        """Refuse a subclass that defines ``forward(self, votes)`` instead of `route`."""
+        super().__init_subclass__(**arguments)
+        given = inspect.signature(cls.forward).parameters
+        if "return_couplings" not in given and all(one.kind is not one.VAR_KEYWORD for one in given.values()):
+            raise TypeError(f"the routing rule {cls.__name__} overrides forward: define route(self, votes) instead")
+
     @property
     def passes(self) -> int:
         """Number of calls of `Votes.moments` in `route`: ``self.iterations`` if it is defined, otherwise 1."""

@@ -70,7 +70,7 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS> {
       this->add_earlier(sums);
     }
     // If the squared distance between mean and centre is this many times the variance, the variance loses its digits.
-    const T most_moved = !uniform_couplings ? T(1000) : out.variance ? T(30) : -lowest<T>;
+    const T most_moved = !uniform_couplings || out.variance ? T(30) : -lowest<T>;
     for (int at = 0; at < PB; ++at) {
       const V* centre = centres ? centres + at * numbers() : nullptr;
       if (!uniform_couplings && quadratic) centre = parents + at * agreement_size() + centre_at();

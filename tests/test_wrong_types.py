@@ -1,0 +1,214 @@
+"""Arguments of a wrong type are refused when they are given, not later or by PyTorch, and nothing is changed."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from test_run_folder import SPLITS, tiny
+from torchcaps import (
+    BadInput,
+    CapsNet,
+    CapsuleLayer,
+    Capsules,
+    Classifier,
+    MatrixCapsNet,
+    PooledCNN,
+    PoseNorm,
+    Preprocessing,
+    RoutingMap,
+    Rule,
+    UniformRouting,
+    coordinate_addition,
+    lengths,
+    margin_loss,
+    squash,
+    squashed,
+)
+from torchcaps.attacks import fgsm, gradient_health
+from torchcaps.data import Images, cut_by
+from torchcaps.losses import activation_cross_entropy, activation_logit_cross_entropy, balanced_weights, spread_margin
+from torchcaps.training import fit
+
+pytestmark = pytest.mark.usefixtures("untyped")
+PIXELS = torch.zeros(3, 1, 4, 4, dtype=torch.uint8)
+LABELS = torch.tensor([0, 1, 2])
+
+
+def refused(message, function, *arguments, **options):
+    with pytest.raises(ValueError, match=message):
+        function(*arguments, **options)
+
+
+def test_class_names_are_strings_in_the_order_of_the_labels():
+    for names, message in (
+        ((0, 1, 2), "class_names must be strings; got 0: convert it with str"),
+        ({"cat", "dog", "eel"}, "class_names must be a list or tuple of strings; got set"),
+        ("abc", "class_names must be a list or tuple of strings; got str 'abc'"),
+    ):
+        refused(message, Images, PIXELS, LABELS, names)
+        refused(message, Classifier, PooledCNN((1, 14, 14), 3), names, (1, 14, 14), Preprocessing())
+    assert Images(PIXELS, LABELS, np.array(["cat", "dog", "eel"])).class_names == ("cat", "dog", "eel")
+
+
+def test_indices_of_images_are_integers_in_range_or_a_mask():
+    images = Images(PIXELS, LABELS, ("cat", "dog", "eel"))
+    for indices in ((LABELS == 2).float(), [1.7], 1, [[0, 1]]):
+        refused(r"indices must be integers, or a mask bool \[3\]; got", images.subset, indices)
+    refused("indices must be from 0 to 2; got -4 to 1", images.subset, [1, -4])
+    refused("indices must be from 0 to 2; got 3 to 3", images.subset, [3])
+    assert images.subset([2, -3]).labels.tolist() == [2, 0]
+    assert images.subset(LABELS == 1).labels.tolist() == [1]
+    assert len(images.subset([])) == len(images.subset(range(0))) == 0
+
+
+def test_preprocessing_refuses_pixels_that_are_not_uint8_and_does_not_change_them():
+    pixels = torch.ones(1, 1, 4, 4)
+    for convert in (Preprocessing().plain, Preprocessing(crop=2, test_crops=2).views):
+        for wrong in (pixels, pixels.int()):
+            refused("pixels must be uint8, from 0 to 255; got .* use plain_of", convert, wrong)
+    assert torch.equal(Preprocessing().plain_of(pixels), pixels)
+
+
+@pytest.mark.parametrize(
+    ("network", "options", "message"),
+    [
+        (CapsNet, {"decoder": None}, "CapsNet: decoder must be true or false; got None"),
+        (CapsNet, {"decoder": "False"}, "CapsNet: decoder must be true or false; got 'False'"),
+        (MatrixCapsNet, {"around_identity": 0}, "MatrixCapsNet: around_identity must be true or false; got 0"),
+        (MatrixCapsNet, {"widths": 3}, "MatrixCapsNet: widths must be a list of integers or null; got 3"),
+        (MatrixCapsNet, {"widths": (4.0, 2, 2, 2)}, "MatrixCapsNet: widths must be a list of integers or null; got"),
+    ],
+)
+def test_networks_refuse_options_that_could_not_be_saved(network, options, message):
+    refused(message, network, (1, 20, 20), 3, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"workers": -1}, "workers must be an integer of at least 0; got -1"),
+        ({"workers": 1.5}, "workers must be an integer of at least 0; got 1.5"),
+        ({"devices": "1"}, "devices must be an integer of at least 1; got str '1'"),
+        ({"on_epoch_end": 5}, "on_epoch_end must be a function or None; got 5"),
+    ],
+)
+def test_fit_checks_its_arguments_before_it_writes(options, message, tmp_path):
+    refused(message, fit, tiny(1), SPLITS, tmp_path / "run", **options)
+    assert not (tmp_path / "run").exists()
+
+
+def test_classifiers_check_their_arguments():
+    network, names = PooledCNN((1, 14, 14), 2), ("cat", "dog")
+    for arguments, message in (
+        ((None, names, (1, 14, 14), Preprocessing()), "model must be an instance of Module; got NoneType None"),
+        ((network, names, (14, 14), Preprocessing()), r"image_shape must be a tuple \(channels, height, width\)"),
+        ((network, names, (1, 14, 14), {}), "preprocessing must be an instance of Preprocessing; got dict {}"),
+    ):
+        with pytest.raises(BadInput, match=message):
+            Classifier(*arguments)
+
+
+def test_attacks_name_the_cure_for_a_network_and_accept_what_losses_accept():
+    images, network = torch.rand(3, 1, 14, 14), PooledCNN((1, 14, 14), 3).eval()
+    cure = re.escape("it returns a Prediction: pass lambda images: network(images).scores")
+    refused(cure, fgsm, network, images, LABELS, 0.1)
+    with torch.inference_mode():
+        inferred = images.clone()
+
+    def scores(images):
+        return network(images).scores
+
+    attacked = fgsm(scores, images, LABELS, 0.1)
+    assert torch.equal(fgsm(scores, inferred, LABELS.int(), 0.1), attacked)
+    refused("labels must be a tensor; got list", fgsm, scores, images, [0, 1, 2], 0.1)
+    refused("images must have a floating-point dtype; got a uint8 tensor", gradient_health, scores, PIXELS, LABELS)
+
+
+def test_losses_of_activations_refuse_logits():
+    logits = torch.tensor([[-2.0, 3.0]])
+    for loss in (margin_loss, activation_cross_entropy, activation_logit_cross_entropy):
+        refused("scores must be at least 0; the smallest value is -2: convert logits", loss, logits, torch.tensor([0]))
+    refused("step must be a finite number of at least 0; got -1", spread_margin, "linear", -1, 10)
+    refused("labels must be integers", balanced_weights, [0, 1], 2)
+    refused("num_classes must be an integer of at least 1; got str '3'", balanced_weights, LABELS, "3")
+    refused(r"positive_margin must be in \(0, 1\]; got bool True", margin_loss, -logits.abs().neg(), LABELS[:1], True)
+
+
+@pytest.mark.parametrize("function", [lengths, squash, squashed])
+def test_poses_are_floating_point_tensors_with_rows_and_columns(function):
+    for wrong, message in (
+        ([1.0], "pose must be a tensor; got list"),
+        (torch.ones(2, 2, dtype=torch.int64), "pose must have a floating-point dtype"),
+        (torch.ones(4), r"pose must be \[..., R, Q\], with rows and columns; got \[4\]: use pose\[None\]"),
+    ):
+        refused(message, function, wrong)
+
+
+def test_layers_refuse_other_types():
+    transform, routing_map = torch.randn(6, 4, 10, 8, 16), RoutingMap.dense(6)
+    for shape in ("ab", (2.5, 3), (1, 8, 9), 3):
+        refused(r"child_pose_shape must be a tuple \(R, Q\)", CapsuleLayer, routing_map, transform, "dynamic", shape)
+    refused("transform must be a floating-point tensor", CapsuleLayer, routing_map, transform.long(), "dynamic")
+    refused(
+        r"capsules must be Capsules\(pose, activation\); got a float32", PoseNorm(4, (2, 2)), torch.rand(2, 9, 4, 2, 2)
+    )
+    pose, matrix, place = torch.randn(1, 3, 1, 2, 2), torch.randn(3, 1, 1, 2, 2), torch.rand(3, 2)
+    refused("pose must have a floating-point dtype", coordinate_addition, pose.long(), matrix, place)
+    refused("transform must have 5 dimensions", coordinate_addition, pose, matrix[0], place)
+    refused(r"coordinates must be \[S, 2\] = \[3, 2\]; got \[2, 2\]", coordinate_addition, pose, matrix, place[:2])
+
+
+def test_the_seed_of_a_split_by_attribute_is_checked():
+    images = Images(PIXELS, torch.tensor([0, 0, 0]), ("cat",), {"toy": LABELS})
+    for seed in (-1, "3"):
+        refused("seed must be an integer of at least 0", cut_by, images, "toy", seed)
+
+
+@pytest.mark.parametrize("form", ["sabour", "su", "exponential", "unit"])
+def test_squash_in_half_precision_is_finite_and_as_accurate_as_its_dtype(form):
+    for length in (0.0, 1e-7, 1e-5, 0.01, 1.0, 240.0):
+        pose = torch.tensor([[length * 0.6, length * 0.8]], dtype=torch.float16, requires_grad=True)
+        wide = pose.detach().double().requires_grad_()
+        for squashing in (lambda pose: squash(pose, form), lambda pose: squashed(pose, form).pose):
+            found, right = squashing(pose), squashing(wide)
+            assert found.dtype == torch.float16
+            [gradient], [exact] = (torch.autograd.grad(x.sum(), y) for x, y in ((found, pose), (right, wide)))
+            assert torch.allclose(found.double(), right, rtol=2e-3, atol=1e-7)
+            assert torch.isfinite(gradient).all() or exact.abs().max() > 65_504
+            if exact.abs().max() < 65_504:
+                assert torch.allclose(gradient.double(), exact, rtol=1e-2, atol=1e-3 * exact.abs().max().item() + 6e-8)
+
+
+def test_unknown_and_missing_arguments_of_networks_name_the_network():
+    with pytest.raises(TypeError, match=r"CapsNet\(\) got an unexpected keyword argument 'iterations'"):
+        CapsNet((1, 20, 20), 3, iterations=3)
+    with pytest.raises(TypeError, match=r"PooledCNN\(\) .*multiple values for argument 'image_shape'"):
+        PooledCNN((1, 20, 20), image_shape=(1, 20, 20))
+
+
+def test_rules_define_route_not_forward():
+    with pytest.raises(TypeError, match=r"the routing rule Own overrides forward: define route\(self, votes\) instead"):
+
+        class Own(Rule):
+            def forward(self, votes):
+                return votes
+
+    class Logged(UniformRouting):
+        def forward(self, *arguments, **options):
+            return super().forward(*arguments, **options)
+
+    children = Capsules(torch.randn(2, 6, 4, 1, 8), torch.rand(2, 6, 4))
+    assert CapsuleLayer(RoutingMap.dense(6), torch.randn(6, 4, 3, 8, 2), Logged())(children).pose.shape == (
+        2,
+        1,
+        3,
+        1,
+        2,
+    )
+
+
+def test_numbers_of_numpy_are_accepted_as_options():
+    network = CapsNet((1, 20, 20), np.int64(2), convolution_channels=8, primary_types=2, decoder=np.False_)
+    assert network.decoder is None
