@@ -11,10 +11,11 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import pytest
+import torch
 
 import torchcaps
 from conftest import COMMAND, ENVIRONMENT
-from torchcaps import Classifier, DataWarning, __version__
+from torchcaps import Classifier, DataWarning, __version__, kernels
 from torchcaps.cli import _warn
 from torchcaps.cli.common import print_table
 from torchcaps.options import meanings
@@ -262,6 +263,21 @@ main()
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"error: the fused kernels cannot be loaded ({damaged}: ")
     assert "TORCHCAPS_NO_KERNELS=1" in line
+
+
+@pytest.mark.parametrize("module", ["training", "evaluation"])
+def test_without_lightning_the_extra_is_named(module):
+    script = f"import sys; sys.modules['lightning'] = None; import torchcaps.{module}"
+    done = subprocess.run([sys.executable, "-c", script], env=ENVIRONMENT, capture_output=True, text=True)
+    last = done.stderr.splitlines()[-1]
+    assert last == f"ModuleNotFoundError: torchcaps.{module} needs lightning: pip install 'torchcaps[train]'"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has its own kernels")
+def test_benchmarks_need_the_fused_kernels(refused, monkeypatch):
+    monkeypatch.setattr(kernels, "_cpu", None)
+    for what in ("routing", "rules", "train", "memory", "devices"):
+        assert "this installation was built without them: install torchcaps with a compiler" in refused("bench", what)
 
 
 def test_a_command_prints_a_warning_only_once(capsys):

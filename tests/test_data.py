@@ -315,7 +315,7 @@ def test_load_splits_refuses_unknown_datasets_options_and_bad_fractions(tmp_path
         load_splits("/no/such/place", tmp_path)
     with refused("image_size", "mnist-5k", "Accepted options: none"):
         load_splits("mnist-5k", tmp_path, image_size=32)
-    with refused("colour", "image_size, channels, test_fraction"):
+    with refused("colour", "image_size, resize, channels, test_fraction"):
         load_splits(str(tmp_path), tmp_path, colour=True)
     for fraction in (0.0, 0.51, -0.1, float("nan")):
         with refused("validation_fraction"):

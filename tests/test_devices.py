@@ -229,7 +229,8 @@ def test_labels_are_checked_with_one_transfer():
     with Transfers():
         check_labels(torch.arange(3), 3)
         margin_loss(torch.rand(2, 2), torch.rand(2, 2))
-    assert transfers == 2 * [torch.Tensor.tolist]
+    # Tensor.item reads the smallest score, which is checked only on CPUs.
+    assert transfers == [torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.tolist]
 
 
 @pytest.mark.parametrize("add_coordinates", [False, True])

@@ -212,6 +212,8 @@ def test_scores_and_speed_are_compared_on_given_images(tmp_path):
     assert (few.images, few.images_per_second) == (2, None)
     with pytest.raises(BadInput, match=r"have the shape \(1, 20, 20\), but the classifier needs \(1, 20, 22\)"):
         export_classifier(classifier, tmp_path / "x.pt2", "pt2", Images(pixels[..., :20], images.labels, ("a",)))
+    with pytest.raises(BadInput, match=r"file must be a name that ends in \.onnx for the format onnx; got .*x\.pt2"):
+        export_classifier(classifier, tmp_path / "x.pt2")
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from torchcaps.data.files import write_json
 from torchcaps.evaluation import evaluate
 from torchcaps.model_card import publish
 from torchcaps.models import PooledCNN
-from torchcaps.run_folder import read_rows, read_run
+from torchcaps.run_folder import read_rows, read_run, write_run
 from torchcaps.run_report import write_run_report
 from torchcaps.training import fit
 from torchcaps.training_module import TrainingModule
@@ -181,10 +181,15 @@ def test_a_longer_cosine_is_announced_and_only_a_finished_training_is_published(
     def interrupted(model):
         raise KeyboardInterrupt
 
+    edited = read_run(run)
+    machine = {**edited.environment, "threads": 77, "versions": {**edited.environment["versions"], "torch": "2.9.0"}}
+    write_run(run, replace(edited, environment=machine))
     with pytest.raises(KeyboardInterrupt):
         fit(replace(recipe, epochs=3), SPLITS, run, resume=True, on_epoch_end=interrupted)
+    line = f"{run} was started with torch 2.9.0, not {torch.__version__}; threads 77, not {torch.get_num_threads()}: w"
+    assert line in (printed := capsys.readouterr().out)
     line = f"{run} was started with 1 epochs; training continues to epoch 3, and the cosine of the learning rate now"
-    assert line in capsys.readouterr().out
+    assert line in printed
     with pytest.raises(BadInput, match="is not finished: finish it with `torchcaps train` and --resume"):
         publish(run, tmp_path / "after")
     assert read_run(run).recipe.epochs == 3

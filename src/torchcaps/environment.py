@@ -4,6 +4,7 @@ import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -102,6 +103,21 @@ def environment() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
+
+
+def changed_environment(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Describe how two results of `environment` differ, except for the commit; an empty string if they do not differ.
+
+    Example:
+        >>> machine = {"versions": {"torch": "2.13.0"}, "processor": "Xeon", "threads": 2, "gpu": None}
+        >>> changed_environment(machine, {**machine, "threads": 4})
+        'threads 2, not 4'
+    """
+    one, other = (
+        {**machine["versions"], **{key: machine[key] for key in ("processor", "threads", "gpu")}}
+        for machine in (before, now)
+    )
+    return "; ".join(f"{key} {one[key]}, not {other.get(key)}" for key in one if one[key] != other.get(key))
 
 
 def made_by_intel() -> bool:

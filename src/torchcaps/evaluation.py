@@ -8,15 +8,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import lightning
 import numpy as np
 import torch
 from jaxtyping import Float, Int64
-from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.plugins.environments import LightningEnvironment
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+
+try:
+    import lightning
+    from lightning.pytorch.callbacks import Callback
+    from lightning.pytorch.plugins.environments import LightningEnvironment
+    from lightning.pytorch.utilities.exceptions import SIGTERMException
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "torchcaps.evaluation needs lightning: pip install 'torchcaps[train]'", name=error.name
+    ) from error
 
 from torchcaps.batches import Batches, ImageBatches, default_workers, images_per_batch
 from torchcaps.data import Images, Preprocessing

@@ -29,6 +29,8 @@ from torchcaps.routing import Rule
 
 Format = Literal["onnx", "pt2", "aoti"]
 FORMATS: tuple[str, ...] = get_args(Format)
+ENDINGS = {"onnx": ".onnx", "pt2": ".pt2", "aoti": ".pt2"}
+"""End of the file name for each format."""
 EXTRA_FILE = "torchcaps.json"
 """Name of a JSON file inside each .pt2 file. It contains the class names, the image shape and the name of the model."""
 LARGEST_DIFFERENCE = 1e-2
@@ -106,10 +108,11 @@ def export_classifier(
             compared on these images too, after the comparison on random images.
 
     Raises:
-        BadInput: the packages for ``onnx`` or the C++ compiler for ``aoti`` is missing; ``images`` do not have the
-            classifier's ``image_shape``; the network cannot be exported to this format; the file cannot be written; or
-            a score differs from the classifier's by more than the tolerance. The tolerance is 0.01. If the largest
-            absolute score is above 1, the tolerance is 1 % of that score.
+        BadInput: the file name lacks the ending of the format; the packages for ``onnx`` or the C++ compiler for
+            ``aoti`` is missing; ``images`` do not have the classifier's ``image_shape``; the network cannot be exported
+            to this format; the file cannot be written; or a score differs from the classifier's by more than the
+            tolerance. The tolerance is 0.01. If the largest absolute score is above 1, the tolerance is 1 % of that
+            score.
         ValueError: ``format`` is unknown.
 
     Example:
@@ -121,6 +124,8 @@ def export_classifier(
         6
     """
     check_choice("format", format, FORMATS)
+    if Path(file).suffix.lower() != ENDINGS[format]:
+        raise BadInput(f"file must be a name that ends in {ENDINGS[format]} for the format {format}; got {file}")
     if format == "onnx" and not (find_spec("onnx") and find_spec("onnxscript")):
         raise BadInput("export to ONNX needs onnx and onnxscript: pip install 'torchcaps[onnx]'")
     if images is not None and images.image_shape != tuple(classifier.image_shape):

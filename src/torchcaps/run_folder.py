@@ -22,7 +22,7 @@ from torchcaps.checkpoints import load_best, load_last
 from torchcaps.data import Splits, difference, fingerprint
 from torchcaps.data.files import atomically, write_json
 from torchcaps.data.fingerprint import SPLITS
-from torchcaps.environment import ENTRIES, environment
+from torchcaps.environment import ENTRIES, changed_environment, environment
 from torchcaps.errors import BadInput, DataWarning, unreadable
 from torchcaps.options import NEWER, absent, check_kind, fits
 from torchcaps.recipe import Recipe
@@ -198,6 +198,8 @@ def check_run(folder: Path, recipe: Recipe, splits: Splits, module: nn.Module, r
             f"{folder / 'metrics.csv'} has {len(rows)} epochs, but last.ckpt has {trained}: restore metrics.csv from a "
             "copy, or train again in another folder"
         )
+    if changed := changed_environment(before.environment, run.environment):
+        print(f"{folder} was started with {changed}: weights can differ by rounding errors", flush=True)
     if before.recipe.epochs != recipe.epochs:
         rate = ", and the cosine of the learning rate now spans all epochs" if recipe.schedule == "cosine" else ""
         one, other = before.recipe.epochs, recipe.epochs

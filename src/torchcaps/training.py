@@ -9,11 +9,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-import lightning
 import numpy as np
 import torch
-from lightning.pytorch.callbacks import Callback
 from torch import nn
+
+try:
+    import lightning
+    from lightning.pytorch.callbacks import Callback
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "torchcaps.training needs lightning: pip install 'torchcaps[train]'", name=error.name
+    ) from error
 
 from torchcaps.batches import SplitBatches, default_workers
 from torchcaps.checkpoints import load_best, load_checkpoint, load_saved

@@ -275,6 +275,8 @@ def bench(
     The benchmark `devices` measures strong scaling: it times a training step in one process, and then the same step
     with its images divided between two processes.
     """
+    import torch
+
     from torchcaps.benchmarks import write_csv
     from torchcaps.benchmarks.devices import bench_devices
     from torchcaps.benchmarks.memory import bench_memory, draw_growth
@@ -282,6 +284,7 @@ def bench(
     from torchcaps.benchmarks.rules import rule_problems
     from torchcaps.benchmarks.training import bench_training
     from torchcaps.checks import check_choice
+    from torchcaps.kernels import cpu_instruction_sets
 
     times, state = repeats or 10, heap or ("plain" if what == "memory" else "warm")
     runs: dict[str, Callable[[], Iterable[dict[str, Any]]]] = {
@@ -293,6 +296,11 @@ def bench(
     }
     if what not in runs:
         raise BadInput(f"unknown benchmark {what!r}{nearest(what, runs)}")
+    if not torch.cuda.is_available() and not cpu_instruction_sets():
+        raise BadInput(
+            "torchcaps bench measures the fused kernels, and this installation was built without them: install "
+            "torchcaps with a compiler"
+        )
     check_choice("--heap", state, ("warm", "plain"), BadInput)
     for option, value in (("--repeats", repeats), ("--heap", heap)):
         if what == "memory" and value is not None:

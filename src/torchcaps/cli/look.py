@@ -64,13 +64,12 @@ def export(
     """Write a classifier to one file for other programs. The file contains the network and the image preprocessing."""
     from torchcaps.checks import check_choice
     from torchcaps.classifier import Classifier
-    from torchcaps.export import BATCH, FORMATS, export_classifier
+    from torchcaps.export import BATCH, ENDINGS, FORMATS, export_classifier
     from torchcaps.run_folder import read_run
 
     check_choice("--format", format, FORMATS, BadInput)
-    ending = ".onnx" if format == "onnx" else ".pt2"
-    if out.suffix.lower() != ending:
-        raise BadInput(f"--out must be a file name that ends in {ending} for the format {format}; got {out}")
+    if out.suffix.lower() != ENDINGS[format]:
+        raise BadInput(f"--out must be a file name that ends in {ENDINGS[format]} for the format {format}; got {out}")
     writable_file(out)
     keep_freed_memory()
     classifier = Classifier.from_pretrained(run)
