@@ -29,7 +29,6 @@ from torchcaps.data import (
     save_contact_sheet,
     shift,
     shift_offsets,
-    verify_mnist,
 )
 from torchcaps.data.mnist import FILES
 from torchcaps.errors import DataWarning
@@ -271,7 +270,7 @@ def test_the_downloaded_files_of_each_dataset_load(name):
     data_dir = Path(os.environ.get("TORCHCAPS_TEST_DATA", "no-such-folder"))
     if not (data_dir / name).is_dir():
         pytest.skip(f"TORCHCAPS_TEST_DATA names no folder that holds {name}/")
-    assert [problem for _, problem in verify_mnist(name, data_dir)] == ["ok"] * 4
+    assert [problem for _, problem in FILES[name].verify(data_dir)] == ["ok"] * 4
     train, test = DATASETS[name].load(data_dir)
     assert (len(train), len(test)) == (60_000, 10_000)
     assert train.image_shape == test.image_shape == (1, 28, 28)

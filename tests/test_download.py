@@ -10,10 +10,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import numpy as np
 import pytest
 
-from torchcaps.data import DATASETS, cifar, download, fetch_mnist, load_mnist, svhn, verify_mnist
+from torchcaps.data import DATASETS, cifar, download, load_mnist, svhn
 from torchcaps.data.download import complete, fetched
 from torchcaps.data.files import md5_of
-from torchcaps.data.mnist import FILES, IdxFiles
+from torchcaps.data.mnist import FILES
 from torchcaps.errors import BadInput
 
 CONTENT = np.random.default_rng(0).bytes(300_000)
@@ -114,9 +114,12 @@ def test_missing_files_of_a_dataset_are_downloaded_as_they_are_stored(server, tm
     assert left(tmp_path) == ["raw", "zipped.gz"]
 
 
-@pytest.mark.parametrize(("name", "module"), [("svhn", svhn), ("cifar-10", cifar), ("cifar-100", cifar)])
-def test_the_named_files_of_a_dataset_are_downloaded(name, module, server, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "SERVER", f"{server.url}/lying/")
+@pytest.mark.parametrize(
+    ("name", "files"),
+    [("svhn", svhn.FILES), ("cifar-10", cifar.CIFAR10.files), ("cifar-100", cifar.CIFAR100.files)],
+)
+def test_the_named_files_of_a_dataset_are_downloaded(name, files, server, tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "mirrors", [f"{server.url}/lying/"])
     file, _ = DATASETS[name].verify(tmp_path)[0]
     server.files[file] = CONTENT
     for use in (DATASETS[name].fetch, DATASETS[name].load):
@@ -233,10 +236,11 @@ def test_mnist_is_downloaded_only_if_it_is_missing(server, tmp_path, monkeypatch
     server.files = {f"{name}.gz": gzip.compress(content) for name, content in files.items()}
     sums = {name: md5(content).hexdigest() for name, content in files.items()}
     mirrors = (f"{server.url}/absent/", f"{server.url}/good/")
-    monkeypatch.setitem(FILES, "mnist", IdxFiles(mirrors, sums, tuple("0123456789")))
-    fetch_mnist("mnist", tmp_path, progress=False)
+    monkeypatch.setattr(FILES["mnist"], "mirrors", mirrors)
+    monkeypatch.setattr(FILES["mnist"], "md5", sums)
+    FILES["mnist"].fetch(tmp_path, progress=False)
     assert len(server.asked) == 8
-    assert verify_mnist("mnist", tmp_path) == [(name, "ok") for name in files]
+    assert FILES["mnist"].verify(tmp_path) == [(name, "ok") for name in files]
     train, test = load_mnist(tmp_path)
     assert train.labels.tolist() == [5, 0, 9]
     assert test.image_shape == (1, 28, 28)

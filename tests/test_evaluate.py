@@ -17,6 +17,7 @@ from torchcaps import BadInput, Classifier, DataWarning, PooledCNN
 from torchcaps.confusion import warn_of_one_prediction
 from torchcaps.data import load_test_images, read_image
 from torchcaps.evaluation import evaluate
+from torchcaps.model_card import publish
 
 
 def evaluated(call, *words):
@@ -218,6 +219,9 @@ def test_a_saved_network_resizes_images_as_its_training_did(resize, succeeds, re
         row = next(csv.DictReader((tmp_path / "scores.csv").read_text(encoding="utf-8").splitlines()))
         again = classifier.predict(row["file"]).scores[0]
         assert [float(row["score left"]), float(row["score right"])] == pytest.approx(again.tolist(), abs=1e-5)
+    card = publish(tmp_path / "run", tmp_path / "shared").read_text(encoding="utf-8")
+    assert {"crop": "resized and cropped to this size", "pad": "resized to fit and padded with black"}[resize] in card
+    assert Classifier.from_pretrained(tmp_path / "shared").resize == resize
     assert "resize is 'pad', but image_size is None: give image_size too (data.image_size)" in train(
         refused, images, tmp_path / "other", "--set", "data.resize=pad"
     )

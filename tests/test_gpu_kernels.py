@@ -11,9 +11,7 @@ import torch
 from gpu_problems import CHILDREN, MAPS, PARTS, SMALL, Fused, problem
 from problems import far
 from torchcaps import RoutingMap
-from torchcaps.kernels import moments as operators
-from torchcaps.kernels.memory import lanes_of, padded
-from torchcaps.routing.votes import Agreement, Votes, kernel_arguments
+from torchcaps.routing.votes import Agreement, Votes
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 Reference = partial(Votes, backend="reference")
@@ -266,16 +264,6 @@ def test_an_empty_batch_has_no_gradients(device):
         found = everything(Fused, case, SMALL, rule, device)
         assert found[0].shape == (0, 2, 3)
         assert not any(x.any() for x in found)
-
-
-def test_the_padding_of_the_batch_contains_only_zeros(device):
-    fused = Fused(*(problem(SMALL)[part].to(device) for part in CHILDREN), SMALL)
-    agreement = Agreement(constant=torch.ones(2, 2, 3, device=device).double())
-    log_sums = operators.moments(
-        [], *fused.detached, fused.sites, *kernel_arguments(agreement), False, *fused.options, False, False, None
-    )[4]
-    assert log_sums.shape[0] == (padded(2, lanes_of(fused.detached[0])) if fused.options[2] else 2)
-    assert not log_sums[2:].any()
 
 
 def test_sums_over_many_children_equal_the_reference(device):

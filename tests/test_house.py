@@ -13,59 +13,9 @@ import torchcaps
 
 ROOT = Path(torchcaps.__file__).parent
 REPOSITORY = Path(__file__).parents[1]
-FLOORS = {
-    "errors": 0,
-    "options": 0,
-    "checks": 0,
-    "capsules": 0,
-    "process_memory": 0,
-    "routing_map": 0,
-    "kernels": 0,
-    "routing": 1,
-    "convolution": 2,
-    "decoder": 2,
-    "layers": 2,
-    "primary": 2,
-    "testing": 2,
-    "attacks": 2,
-    "loggers": 4,
-    "losses": 2,
-    "models": 3,
-    "data": 3,
-    "batches": 4,
-    "checkpoints": 4,
-    "chosen_epoch": 4,
-    "classifier": 4,
-    "compilation": 4,
-    "confusion": 4,
-    "devices": 4,
-    "environment": 4,
-    "estimate": 4,
-    "evaluation": 4,
-    "fine_tuning": 4,
-    "sklearn": 4,
-    "export": 4,
-    "feature_maps": 4,
-    "inspection": 4,
-    "pictures": 4,
-    "recording": 4,
-    "recipe": 4,
-    "model_card": 4,
-    "run_folder": 4,
-    "seen_images": 4,
-    "early_stopping": 4,
-    "run_report": 4,
-    "run_writers": 4,
-    "scores": 4,
-    "training": 4,
-    "training_module": 4,
-    "recipes": 5,
-    "benchmarks": 6,
-    "experiments": 6,
-    "explore": 6,
-    "cli": 7,
-    "__main__": 8,
-}
+TABLE = re.findall(r"^\| (\d) \| (.*?) \|", (REPOSITORY / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+FLOORS = {name: int(layer) for layer, names in TABLE for name in re.findall(r"`(\w+)(?:\.py|/)`", names)}
+"""Layer of each module and package, read from the table in CONTRIBUTING.md."""
 
 
 def test_a_module_imports_only_from_its_own_and_lower_layers():

@@ -1,5 +1,6 @@
 """Folders of real image files, written by Pillow."""
 
+import itertools
 import struct
 import tracemalloc
 import zlib
@@ -7,7 +8,7 @@ import zlib
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 
 from image_trees import refused, save, tree, warned
 from torchcaps.data import cut, image_digests, load_image_folder, load_splits, read_image
@@ -108,9 +109,15 @@ def test_images_are_cropped_or_padded_to_keep_their_aspect_ratio(tmp_path):
         assert padded[:2].max() == padded[6:].max() == 0
         assert padded[2:6, [0, 4, 7]].tolist() == [[50, 100, 200]] * 4
         assert read_image(tmp_path / "wide.png", 3, [16, 16], resize="pad").amax() == 200
+    for width, height in itertools.product(range(2, 12), range(2, 12)):
+        image = Image.fromarray(np.random.default_rng(width).integers(1, 256, (height, width), dtype=np.uint8))
+        image.save(tmp_path / "noise.png")
+        for size in ((5, 8), (8, 8), (9, 4)):
+            right = np.asarray(ImageOps.pad(image, size[::-1], Image.Resampling.BILINEAR, color=0))
+            assert np.array_equal(read_image(tmp_path / "noise.png", 1, size, "pad")[0], right)
     line = tmp_path / "line.png"
     Image.fromarray(np.full((1, 1000), 60, dtype=np.uint8)).save(line)
-    assert read_image(line, image_size=8, resize="pad").sum(dim=2).tolist() == [[0] * 3 + [480] + [0] * 4]
+    assert read_image(line, image_size=8, resize="pad").sum(dim=2).tolist() == [[0] * 4 + [480] + [0] * 3]
     assert read_image(line, image_size=8, resize="crop").unique().tolist() == [60]
     refused(lambda: read_image(line, image_size=8, resize="fit"), "resize must be one of stretch, crop, pad")
     refused(lambda: read_image(line, resize="pad"), "resize is 'pad', but image_size is None: give image_size too")

@@ -15,13 +15,13 @@ from torchcaps import BadInput, Classifier, PooledCNN, Preprocessing
 from torchcaps.cli.common import splits_for
 from torchcaps.data import Images, camera_rotation, load_splits, parse_norb, read_norb
 from torchcaps.data.norb import (
+    FILES,
     KINDS,
     MD5,
     as_images,
     load_norb_files,
     norb_bytes,
     norb_file,
-    verify_smallnorb,
 )
 from torchcaps.data.toy_shapes import Solid, toy
 from torchcaps.data.toys import CATEGORIES, DISTANCE, _camera, cast, load_toys, render_toy, render_toys, verify_toys
@@ -158,8 +158,8 @@ def test_files_that_do_not_match_are_refused_by_name(changed, problem, tmp_path)
 def test_smallnorb_files_with_a_wrong_checksum_are_refused(tmp_path):
     for split in ("train", "test"):
         write_split(tmp_path / "smallnorb", split)
-    assert [file for file, _ in verify_smallnorb(tmp_path)] == [*MD5]
-    assert all("md5" in problem for _, problem in verify_smallnorb(tmp_path))
+    assert [file for file, _ in FILES.verify(tmp_path)] == [*MD5]
+    assert all("md5" in problem for _, problem in FILES.verify(tmp_path))
     with pytest.raises(BadInput, match="the md5 of its content is"):
         load_splits("smallnorb", tmp_path)
 

@@ -145,8 +145,8 @@ def squash(pose: Float[Tensor, "*capsules R Q"], form: SquashForm = "sabour") ->
     _check_pose(pose)
     if form == "none":
         return pose
-    long = wide(pose)
-    return _scaled(long, lengths(long), form).to(pose.dtype)
+    widened = wide(pose)
+    return _scaled(widened, lengths(widened), form).to(pose.dtype)
 
 
 def squashed(pose: Float[Tensor, "*capsules R Q"], form: SquashForm = "sabour") -> Capsules:
@@ -172,9 +172,9 @@ def squashed(pose: Float[Tensor, "*capsules R Q"], form: SquashForm = "sabour") 
         short = squash(pose, form)
         return Capsules(short, lengths(short))
     _check_pose(pose)
-    long = wide(pose)
-    length = lengths(long)
-    short, activation = _scaled(long, length, form), _squashed_length(length, form)
+    widened = wide(pose)
+    length = lengths(widened)
+    short, activation = _scaled(widened, length, form), _squashed_length(length, form)
     return Capsules(short.to(pose.dtype), activation.to(pose.dtype))
 
 

@@ -43,7 +43,8 @@ print(classifier.predict("IMAGE").class_names)
 ## Limits
 
 {started}The network was trained{only} on {data}, with images of {shape} (channels × height × width). Images of
-other sizes are resized. Accuracy on other data has not been measured. Scores are not calibrated probabilities.{decoder}
+other sizes are {resized}. Accuracy on other data has not been measured. Scores are not calibrated
+probabilities.{decoder}
 
 ## Recipe
 
@@ -57,6 +58,11 @@ PUBLISHED = (
     *("epochs", "wall_seconds", "precision"),
 )
 """Entries of metrics.json that the model card shows."""
+RESIZED = {
+    "stretch": "stretched to this size",
+    "crop": "resized and cropped to this size",
+    "pad": "resized to fit and padded with black",
+}
 LEFTOVER = re.compile(r"(model\.safetensors|config\.json|README\.md)\.\d+\.part")
 """Names of temporary files that a killed `publish` may leave behind."""
 
@@ -141,6 +147,7 @@ def publish(run: Path, folder: Path) -> Path:
             gpu=f", {environment['gpu']}" if environment["gpu"] else "",
             decoder=" The decoder is not included." if has_decoder else "",
             shape="×".join(map(str, classifier.image_shape)),
+            resized=RESIZED[classifier.resize],
             recipe=json.dumps(recipe.plain(), indent=2),
             **{name: metrics[name] for name in PUBLISHED},
         )

@@ -66,25 +66,8 @@ class Recipe:
             schedule in the code of Hinton, Sabour & Frosst 2018: 0.2 + 0.79 σ(min(10, step / 50,000 - 4)) with the
             logistic function σ.
         reconstruction_weight: factor of the summed squared reconstruction error, at least 0; 0 is off.
-        shift: largest random translation of training images in pixels, with zero padding; 0 is off.
-        standardise: when to scale each image to mean 0 and variance 1: ``none`` (never; pixels are in [0, 1]),
-            ``first`` (before crop, brightness and contrast) or ``last`` (after them).
-        crop: side of the crop in pixels; 0 keeps the whole image. The crop has a random position in training, and is
-            central otherwise.
-        flip: whether to mirror half of the training images left to right. In stereo pairs, the channels are swapped
-            too.
-        brightness: largest number that is added to or subtracted from all pixels of a training image, in [0, 10].
-        contrast: largest relative change of contrast, in [0, 1]. The differences of a training image's pixels from
-            their mean are multiplied by a random factor in [1 - contrast, 1 + contrast].
-        rotation: largest random rotation in degrees, in [0, 180]; half of the training images are rotated. Angles are
-            normally distributed, with a third of this value as standard deviation.
-        squeeze: largest fraction by which the width of a training image is reduced, in [0, 0.9]. The fraction of each
-            image is the absolute value of a normally distributed number with a third of this value as standard
-            deviation.
-        erase: side in pixels of a square, at a random position, that is set to 0 in each training image; 0 is off.
-        elastic: standard deviation, in pixels, of the elastic distortion of training images, in [0, 100]; 0 is off.
-        test_crops: number of crop positions along each side of a test image, from 1 to 32. The scores are averaged over
-            test_crops² evenly spaced crops; 1 uses only the central crop.
+        shift, standardise, crop, flip, brightness, contrast, rotation, squeeze, erase, elastic, test_crops:
+            arguments of `torchcaps.Preprocessing`, which describes them.
         early_iterations: number of routing iterations in the first `early_epochs` epochs of training, in every layer
             whose rule has iterations. Validation and test always use the rule's own number.
         early_epochs: number of epochs at the start of training that use `early_iterations`. It must be less than

@@ -188,7 +188,7 @@ PROBLEMS: dict[str, tuple[Callable[[int], Problem], int]] = {
 
 
 def bench_routing(
-    repeats: int = 10, warm_ups: int = 3, problems: Mapping[str, tuple[Callable[[int], Problem], int]] = PROBLEMS
+    repeats: int = 10, problems: Mapping[str, tuple[Callable[[int], Problem], int]] = PROBLEMS
 ) -> Iterator[dict[str, Any]]:
     """Time all implementations of all problems: the forward pass alone, then the forward and the backward pass.
 
@@ -204,7 +204,7 @@ def bench_routing(
             ways = {way: call(problem, run) for way, run in problem.ways.items()}
             if DEVICE == "cuda":
                 ways["fused, CUDA graph"] = captured(ways["fused"])
-            for row in compare(f"{name}, {direction}", ways, images=batch, repeats=repeats, warm_ups=warm_ups):
+            for row in compare(f"{name}, {direction}", ways, images=batch, repeats=repeats, warm_ups=3):
                 if problem.flops is not None:
                     reached = share * problem.flops * batch / (1e6 * row["median ms"])
                     row["useful GFLOP/s"] = round(reached, 1)

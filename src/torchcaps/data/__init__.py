@@ -3,23 +3,14 @@
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from torchcaps.checks import check_choice, check_integer, check_number
-from torchcaps.data.cifar import (
-    fetch_cifar10,
-    fetch_cifar100,
-    load_cifar10,
-    load_cifar100,
-    read_cifar10,
-    read_cifar100,
-    verify_cifar10,
-    verify_cifar100,
-)
+from torchcaps.data import mnist, norb, svhn
+from torchcaps.data.cifar import CIFAR10, CIFAR100, load_cifar10, load_cifar100, read_cifar10, read_cifar100
 from torchcaps.data.contact_sheet import save_contact_sheet
 from torchcaps.data.download import download
 from torchcaps.data.files import expanded, uncompressed_md5
@@ -30,11 +21,11 @@ from torchcaps.data.image_folder import folders_in, list_folder, load_image_fold
 from torchcaps.data.image_list import Cache, read_list
 from torchcaps.data.image_table import is_table, list_table, load_image_table
 from torchcaps.data.images import Images, ImagesOnDisk, Splits, cut, cut_by, shift, shift_offsets
-from torchcaps.data.mnist import fetch_mnist, load_fashion_mnist, load_idx_pair, load_mnist, verify_mnist
+from torchcaps.data.mnist import load_fashion_mnist, load_idx_pair, load_mnist
 from torchcaps.data.mnist_5k import load_mnist_5k
-from torchcaps.data.norb import fetch_smallnorb, load_smallnorb, parse_norb, read_norb, verify_smallnorb
+from torchcaps.data.norb import load_smallnorb, parse_norb, read_norb
 from torchcaps.data.preprocessing import Preprocessing, Variation
-from torchcaps.data.svhn import fetch_svhn, load_svhn, read_svhn, verify_svhn
+from torchcaps.data.svhn import load_svhn, read_svhn
 from torchcaps.data.toys import camera_rotation, load_toys, render_toys, verify_toys
 from torchcaps.errors import BadInput, DataWarning, nearest
 
@@ -54,7 +45,6 @@ __all__ = [
     "cut_by",
     "difference",
     "download",
-    "fetch_mnist",
     "fingerprint",
     "image_digests",
     "load_cifar10",
@@ -83,7 +73,6 @@ __all__ = [
     "shift",
     "shift_offsets",
     "uncompressed_md5",
-    "verify_mnist",
 ]
 
 
@@ -121,16 +110,16 @@ DATASETS: dict[str, Dataset] = {
         description="Handwritten digits, 10 classes, 28×28 greyscale.",
         source='LeCun, Bottou, Bengio, Haffner, "Gradient-based learning applied to document recognition", 1998.',
         splits="60,000 train, 10,000 test, as published.",
-        fetch=partial(fetch_mnist, "mnist"),
-        verify=partial(verify_mnist, "mnist"),
+        fetch=mnist.FILES["mnist"].fetch,
+        verify=mnist.FILES["mnist"].verify,
     ),
     "fashion-mnist": Dataset(
         load=load_fashion_mnist,
         description="Photographs of clothes, 10 classes, 28×28 greyscale.",
         source='Xiao, Rasul, Vollgraf, "Fashion-MNIST", arXiv:1708.07747, 2017.',
         splits="60,000 train, 10,000 test, as published.",
-        fetch=partial(fetch_mnist, "fashion-mnist"),
-        verify=partial(verify_mnist, "fashion-mnist"),
+        fetch=mnist.FILES["fashion-mnist"].fetch,
+        verify=mnist.FILES["fashion-mnist"].verify,
     ),
     "mnist-5k": Dataset(
         load=load_mnist_5k,
@@ -143,32 +132,32 @@ DATASETS: dict[str, Dataset] = {
         description="Photographs of digits of house numbers, 10 classes, 32×32 colour.",
         source='Netzer et al., "Reading digits in natural images with unsupervised feature learning", 2011.',
         splits="73,257 train, 26,032 test, as published; the extra training images are not included.",
-        fetch=fetch_svhn,
-        verify=verify_svhn,
+        fetch=svhn.FILES.fetch,
+        verify=svhn.FILES.verify,
     ),
     "cifar-10": Dataset(
         load=load_cifar10,
         description="Photographs of animals and vehicles, 10 classes, 32×32 colour.",
         source='Krizhevsky, "Learning multiple layers of features from tiny images", 2009.',
         splits="50,000 train, 10,000 test, as published.",
-        fetch=fetch_cifar10,
-        verify=verify_cifar10,
+        fetch=CIFAR10.files.fetch,
+        verify=CIFAR10.files.verify,
     ),
     "cifar-100": Dataset(
         load=load_cifar100,
         description="Photographs of animals, plants, people and things, 100 classes, 32×32 colour.",
         source='Krizhevsky, "Learning multiple layers of features from tiny images", 2009.',
         splits="50,000 train, 10,000 test, as published.",
-        fetch=fetch_cifar100,
-        verify=verify_cifar100,
+        fetch=CIFAR100.files.fetch,
+        verify=CIFAR100.files.verify,
     ),
     "smallnorb": Dataset(
         load=load_smallnorb,
         description="Photographs of 50 toys from 162 viewpoints under 6 lightings, 5 classes, 96×96 stereo.",
         source='LeCun, Huang, Bottou, "Learning methods for generic object recognition", CVPR 2004.',
         splits="24,300 train (5 toys per class), 24,300 test (5 other toys per class), as published.",
-        fetch=fetch_smallnorb,
-        verify=verify_smallnorb,
+        fetch=norb.FILES.fetch,
+        verify=norb.FILES.verify,
         options=("size", "stereo"),
     ),
     "toys": Dataset(

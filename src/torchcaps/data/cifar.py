@@ -7,13 +7,13 @@ import tarfile
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from torchcaps.data.download import complete
-from torchcaps.data.files import verified
+from torchcaps.data.download import RemoteFiles
 from torchcaps.data.images import Images
 from torchcaps.errors import BadInput
 
@@ -44,27 +44,15 @@ class Version:
     classes: int
     class_names: tuple[str, ...] | str
 
-    def path(self, data_dir: Path) -> Path:
-        """Return the path of the archive in the data folder."""
-        return data_dir / self.name / f"{self.name}-binary.tar.gz"
+    @cached_property
+    def files(self) -> RemoteFiles:
+        """The archive."""
+        return RemoteFiles(self.name, [SERVER], {f"{self.name}-binary.tar.gz": self.md5}, stored=True)
 
-    def fetch(self, data_dir: Path, progress: bool = True) -> None:
-        """Download the archive if it is missing, otherwise verify its checksum.
-
-        Arguments:
-            data_dir: data folder.
-            progress: draw a progress bar on standard error.
-
-        Raises:
-            BadInput: the archive has a wrong checksum, or cannot be downloaded or written.
-        """
-        path = self.path(data_dir)
-        complete(path.parent, {path.name: self.md5}, [SERVER], progress, stored=True)
-
-    def verify(self, data_dir: Path) -> list[tuple[str, str]]:
-        """Check the archive without downloading it; returns `[(file, "ok" or the problem)]`."""
-        path = self.path(data_dir)
-        return verified(path.parent, {path.name: self.md5}, stored=True)
+    def load(self, data_dir: Path) -> tuple[Images, Images]:
+        """Download the archive if it is missing, otherwise verify its checksum, and read it as `(train, test)`."""
+        self.files.fetch(data_dir)
+        return _read(data_dir / self.name / f"{self.name}-binary.tar.gz", self)
 
 
 CIFAR10 = Version(
@@ -88,9 +76,6 @@ CIFAR100 = Version(
     class_names="fine_label_names.txt",
 )
 
-fetch_cifar10, verify_cifar10 = CIFAR10.fetch, CIFAR10.verify
-fetch_cifar100, verify_cifar100 = CIFAR100.fetch, CIFAR100.verify
-
 
 def load_cifar10(data_dir: Path) -> tuple[Images, Images]:
     """Load CIFAR-10 as `(train, test)`: 50,000 and 10,000 photographs, uint8 `[N, 3, 32, 32]`, ten classes.
@@ -107,8 +92,7 @@ def load_cifar10(data_dir: Path) -> tuple[Images, Images]:
     Example:
         >>> train, test = load_cifar10(Path("data"))  # doctest: +SKIP
     """
-    fetch_cifar10(data_dir)
-    return read_cifar10(CIFAR10.path(data_dir))
+    return CIFAR10.load(data_dir)
 
 
 def load_cifar100(data_dir: Path) -> tuple[Images, Images]:
@@ -126,8 +110,7 @@ def load_cifar100(data_dir: Path) -> tuple[Images, Images]:
     Example:
         >>> train, test = load_cifar100(Path("data"))  # doctest: +SKIP
     """
-    fetch_cifar100(data_dir)
-    return read_cifar100(CIFAR100.path(data_dir))
+    return CIFAR100.load(data_dir)
 
 
 def read_cifar10(archive: Path) -> tuple[Images, Images]:

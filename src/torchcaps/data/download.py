@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from http.client import HTTPException, HTTPResponse
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,7 +11,7 @@ from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
-from torchcaps.data.files import CHUNK, checked, md5_of, present, uncompressed_md5, unwritable
+from torchcaps.data.files import CHUNK, checked, md5_of, present, uncompressed_md5, unwritable, verified
 from torchcaps.errors import BadInput
 
 TIMEOUT = 30
@@ -112,6 +113,35 @@ def complete(
             fetched(folder / file, right, mirrors, progress, stored)
         elif (problem := checked(path, right, stored=stored)) != "ok":
             raise BadInput(f"{path}: {problem}")
+
+
+@dataclass
+class RemoteFiles:
+    """Files of a dataset that can be downloaded.
+
+    Arguments:
+        folder: name of the files' folder in the data folder.
+        mirrors: URLs of folders that serve each file, with `.gz` appended to its name.
+        md5: MD5 of the uncompressed content of each file, keyed by file name.
+        stored: as for `fetched`.
+    """
+
+    folder: str
+    mirrors: Sequence[str]
+    md5: dict[str, str]
+    stored: bool = False
+
+    def path(self, data_dir: Path, file: str) -> Path:
+        """Return the path of a file, raw or gzipped; download it if both are missing."""
+        return fetched(data_dir / self.folder / file, self.md5[file], self.mirrors, stored=self.stored)
+
+    def fetch(self, data_dir: Path, progress: bool = True) -> None:
+        """Download the missing files, and check the others; see `complete`."""
+        complete(data_dir / self.folder, self.md5, self.mirrors, progress, self.stored)
+
+    def verify(self, data_dir: Path) -> list[tuple[str, str]]:
+        """Check the files without downloading them; returns `(file, "ok" or the problem)` for each file."""
+        return verified(data_dir / self.folder, self.md5, stored=self.stored)
 
 
 def _try_mirror(url: str, part: Path, md5: str, progress: bool, digest: Callable[[Path], str]) -> str | None:

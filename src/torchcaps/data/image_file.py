@@ -273,10 +273,14 @@ def _resized(picture: "Picture", height: int, width: int, resize: Resize) -> "Pi
         return ImageOps.fit(picture, (width, height), Image.Resampling.BILINEAR)
     if resize == "stretch":
         return picture.resize((width, height), Image.Resampling.BILINEAR)
-    scale = min(width / picture.width, height / picture.height)
-    inside = (max(1, round(picture.width * scale)), max(1, round(picture.height * scale)))
+    # The same as ImageOps.pad, which fails if a side of the resized image rounds to 0.
+    ratio = picture.width / picture.height
+    if ratio > width / height:
+        inside = width, max(1, round(picture.height / picture.width * width))
+    else:
+        inside = max(1, round(ratio * height)), height
     padded = Image.new(picture.mode, (width, height))
-    position = ((width - inside[0]) // 2, (height - inside[1]) // 2)
+    position = round((width - inside[0]) / 2), round((height - inside[1]) / 2)
     padded.paste(picture.resize(inside, Image.Resampling.BILINEAR), position)
     return padded
 

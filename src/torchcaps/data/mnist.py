@@ -5,36 +5,19 @@ Fashion-MNIST: Xiao, Rasul, Vollgraf, "Fashion-MNIST: a novel image dataset for 
 algorithms", arXiv:1708.07747, 2017.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from torchcaps.data.download import complete, fetched
-from torchcaps.data.files import verified
+from torchcaps.data.download import RemoteFiles
 from torchcaps.data.idx import read_idx
 from torchcaps.data.images import Images
 from torchcaps.errors import BadInput
 
-
-@dataclass(frozen=True)
-class IdxFiles:
-    """Source of a dataset that, like MNIST, is stored in four IDX files.
-
-    Arguments:
-        mirrors: URLs of folders that serve each file, with `.gz` appended to its name.
-        md5: checksum of the uncompressed content of each file, keyed by file name.
-        class_names: names of the classes, in the order of the labels.
-    """
-
-    mirrors: tuple[str, ...]
-    md5: dict[str, str]
-    class_names: tuple[str, ...]
-
-
 FILES = {
-    "mnist": IdxFiles(
+    "mnist": RemoteFiles(
+        folder="mnist",
         mirrors=(
             "https://ossci-datasets.s3.amazonaws.com/mnist/",
             "https://storage.googleapis.com/cvdf-datasets/mnist/",
@@ -45,9 +28,9 @@ FILES = {
             "t10k-images-idx3-ubyte": "2646ac647ad5339dbf082846283269ea",
             "t10k-labels-idx1-ubyte": "27ae3e4e09519cfbb04c329615203637",
         },
-        class_names=tuple("0123456789"),
     ),
-    "fashion-mnist": IdxFiles(
+    "fashion-mnist": RemoteFiles(
+        folder="fashion-mnist",
         mirrors=(
             "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
             "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",
@@ -58,12 +41,10 @@ FILES = {
             "t10k-images-idx3-ubyte": "8181f5470baa50b63fa0f6fddb340f0a",
             "t10k-labels-idx1-ubyte": "15d484375f8d13e6eb1aabb0c3f46965",
         },
-        class_names=(
-            "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot",
-        ),
     ),
-}  # fmt: skip
+}
 """Files of each dataset, keyed by the name of the dataset."""
+CLOTHES = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
 
 
 def load_mnist(data_dir: Path) -> tuple[Images, Images]:
@@ -80,7 +61,7 @@ def load_mnist(data_dir: Path) -> tuple[Images, Images]:
     Example:
         >>> train, test = load_mnist(Path("data"))  # doctest: +SKIP
     """
-    return _load("mnist", data_dir)
+    return _load(FILES["mnist"], data_dir, tuple("0123456789"))
 
 
 def load_fashion_mnist(data_dir: Path) -> tuple[Images, Images]:
@@ -97,41 +78,7 @@ def load_fashion_mnist(data_dir: Path) -> tuple[Images, Images]:
     Example:
         >>> train, test = load_fashion_mnist(Path("data"))  # doctest: +SKIP
     """
-    return _load("fashion-mnist", data_dir)
-
-
-def fetch_mnist(name: str, data_dir: Path, progress: bool = True) -> None:
-    """Download the missing files of MNIST or Fashion-MNIST to `data_dir/name/`, and check the others.
-
-    Arguments:
-        name: "mnist" or "fashion-mnist".
-        data_dir: data folder.
-        progress: draw a progress bar on standard error.
-
-    Raises:
-        BadInput: a file has a wrong checksum, or cannot be read, downloaded or written.
-
-    Example:
-        >>> fetch_mnist("mnist", Path("data"))  # doctest: +SKIP
-    """
-    complete(data_dir / name, FILES[name].md5, FILES[name].mirrors, progress)
-
-
-def verify_mnist(name: str, data_dir: Path) -> list[tuple[str, str]]:
-    """Check the four files of MNIST or Fashion-MNIST without downloading them.
-
-    Arguments:
-        name: "mnist" or "fashion-mnist".
-        data_dir: data folder.
-
-    Returns:
-        `(file, "ok" or the problem)` for each file.
-
-    Example:
-        >>> verify_mnist("mnist", Path("empty"))[0]
-        ('train-images-idx3-ubyte', 'missing from empty/mnist')
-    """
-    return verified(data_dir / name, FILES[name].md5)
+    return _load(FILES["fashion-mnist"], data_dir, CLOTHES)
 
 
 def load_idx_pair(images: Path, labels: Path, class_names: tuple[str, ...]) -> Images:
@@ -152,15 +99,13 @@ def load_idx_pair(images: Path, labels: Path, class_names: tuple[str, ...]) -> I
     return _pair((images, read_idx(images)), (labels, read_idx(labels)), class_names)
 
 
-def _load(name: str, data_dir: Path) -> tuple[Images, Images]:
-    known = FILES[name]
-
+def _load(files: RemoteFiles, data_dir: Path, class_names: tuple[str, ...]) -> tuple[Images, Images]:
     def read(file: str) -> tuple[Path, np.ndarray]:
-        path = fetched(data_dir / name / file, known.md5[file], known.mirrors)
-        return path, read_idx(path, known.md5[file])
+        path = files.path(data_dir, file)
+        return path, read_idx(path, files.md5[file])
 
     def split(prefix: str) -> Images:
-        return _pair(read(f"{prefix}-images-idx3-ubyte"), read(f"{prefix}-labels-idx1-ubyte"), known.class_names)
+        return _pair(read(f"{prefix}-images-idx3-ubyte"), read(f"{prefix}-labels-idx1-ubyte"), class_names)
 
     return split("train"), split("t10k")
 

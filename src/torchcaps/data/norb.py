@@ -18,8 +18,8 @@ from jaxtyping import Int, Shaped, UInt8
 from torch import Tensor
 
 from torchcaps.checks import described
-from torchcaps.data.download import complete
-from torchcaps.data.files import check_length, content_of, present, verified
+from torchcaps.data.download import RemoteFiles
+from torchcaps.data.files import check_length, content_of, present
 from torchcaps.data.images import Images
 from torchcaps.errors import BadInput
 
@@ -38,7 +38,6 @@ PARTS = {"train": "5x46789x9x18x6x2x{0}x{0}-training", "test": "5x01235x9x18x6x2
 digit each; the numbers of elevations, azimuths, lightings and cameras; and the height and width of the images."""
 KINDS = ("dat", "cat", "info")
 
-MIRRORS = ("https://cs.nyu.edu/~ylclab/data/norb-v1.0-small/",)
 MD5 = {
     "smallnorb-5x46789x9x18x6x2x96x96-training-dat.mat": "8138a0902307b32dfa0025a36dfa45ec",
     "smallnorb-5x46789x9x18x6x2x96x96-training-cat.mat": "fd5120d3f770ad57ebe620eb61a0b633",
@@ -47,7 +46,7 @@ MD5 = {
     "smallnorb-5x01235x9x18x6x2x96x96-testing-cat.mat": "fd5120d3f770ad57ebe620eb61a0b633",
     "smallnorb-5x01235x9x18x6x2x96x96-testing-info.mat": "7c5b871cc69dcadec1bf6a18141f5edc",
 }
-"""MD5 of the uncompressed content of each file of smallNORB; mirrors append `.gz` to the name of each file."""
+FILES = RemoteFiles("smallnorb", ["https://cs.nyu.edu/~ylclab/data/norb-v1.0-small/"], MD5)
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,28 +206,10 @@ def load_smallnorb(data_dir: Path, *, size: int = 48, stereo: bool = True) -> tu
     """
     if not 1 <= size <= 96 or 96 % size:
         raise BadInput(f"size must be a divisor of 96; got {size}")
-    fetch_smallnorb(data_dir)
+    FILES.fetch(data_dir)
     splits = (load_norb_files(data_dir / "smallnorb", "smallnorb", split, 96) for split in PARTS)
     train, test = (as_images(files, size, stereo) for files in splits)
     return train, test
-
-
-def fetch_smallnorb(data_dir: Path, progress: bool = True) -> None:
-    """Download the missing files of smallNORB to `data_dir/smallnorb/`, and check the others.
-
-    Arguments:
-        data_dir: data folder.
-        progress: draw a progress bar on standard error.
-
-    Raises:
-        BadInput: a file has a wrong checksum, or cannot be read, downloaded or written.
-    """
-    complete(data_dir / "smallnorb", MD5, MIRRORS, progress)
-
-
-def verify_smallnorb(data_dir: Path) -> list[tuple[str, str]]:
-    """Check the six files of smallNORB without downloading them; returns `[(file, "ok" or the problem), …]`."""
-    return verified(data_dir / "smallnorb", MD5)
 
 
 def _shrunk(pixels: UInt8[Tensor, "N C H W"], factor: int) -> UInt8[Tensor, "N C h w"]:

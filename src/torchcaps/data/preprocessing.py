@@ -59,8 +59,8 @@ class Preprocessing:
     and erase follow the augmentation of Mazzia, Salvetti & Chiaberge 2021.
 
     Arguments:
-        shift: training only; largest shift in each direction, in pixels, with zero padding (Sabour, Frosst & Hinton
-            2017).
+        shift: training only; largest shift in each direction, in pixels, with zero padding; 0 is off. As in Sabour,
+            Frosst & Hinton 2017.
         standardise: when to scale each image, over all its channels, to mean 0 and variance 1. "first": before crop,
             brightness and contrast, as in the text of Hinton, Sabour & Frosst 2018; "last": after all other steps, as
             in the code of the same authors; "none": never. "last" removes random brightness and contrast, unless an
@@ -69,10 +69,10 @@ class Preprocessing:
             0 keeps the whole image.
         flip: training only; mirror each image left to right with probability 0.5. The two channels of a mirrored stereo
             pair are swapped too, because mirroring exchanges the left and the right camera.
-        brightness: training only; a random number from -brightness to brightness is added to all pixels of an image.
-            This option is in [0, 10].
-        contrast: training only; the difference of each pixel from the mean of its image is multiplied by a random
-            factor from 1 - contrast to 1 + contrast. This option is in [0, 1].
+        brightness: training only; largest number that is added to or subtracted from all pixels of an image, in
+            [0, 10].
+        contrast: training only; largest relative change of contrast, in [0, 1]. The difference of each pixel from the
+            mean of its image is multiplied by a random factor from 1 - contrast to 1 + contrast.
         rotation: training only; largest angle in degrees, in [0, 180]. Each image is rotated with probability 0.5.
             Angles are normally distributed and clipped to the largest angle. The standard deviation is a third of the
             largest angle.
@@ -81,9 +81,9 @@ class Preprocessing:
             fraction. The standard deviation of this number is a third of the largest fraction.
         erase: training only; height and width, in pixels, of a square that is set to 0. Its position is random, but its
             distance from the border is at least `erase`. 0 erases nothing.
-        elastic: training only; standard deviation, in pixels, of a random elastic distortion (Ronneberger, Fischer &
-            Brox 2015, arXiv 1505.04597). The points of a 6×6 grid are displaced by normally distributed distances. The
-            displacements of the pixels between these points are interpolated. This option is in [0, 100].
+        elastic: training only; standard deviation, in pixels, of a random elastic distortion, in [0, 100] (Ronneberger,
+            Fischer & Brox 2015, arXiv 1505.04597). The points of a 6×6 grid are displaced by normally distributed
+            distances. The displacements of the pixels between these points are interpolated.
         test_crops: evaluation only, from 1 to 32; scores are averaged over test_crops² evenly spaced crops. 1 uses only
             the centre crop.
 

@@ -10,18 +10,16 @@ import numpy as np
 import torch
 
 from torchcaps.checks import described
-from torchcaps.data.download import complete, fetched
-from torchcaps.data.files import verified
+from torchcaps.data.download import RemoteFiles
 from torchcaps.data.images import Images
 from torchcaps.data.mat_file import read_arrays
 from torchcaps.errors import BadInput
 
-SERVER = "http://ufldl.stanford.edu/housenumbers/"
 MD5 = {
     "train_32x32.mat": "e26dedcc434d2e4c54c9b2d4a06d8373",
     "test_32x32.mat": "eb5a983be6a315427106f1b164d9cef3",
 }
-"""MD5 of each file."""
+FILES = RemoteFiles("svhn", ["http://ufldl.stanford.edu/housenumbers/"], MD5, stored=True)
 
 
 def load_svhn(data_dir: Path) -> tuple[Images, Images]:
@@ -38,27 +36,8 @@ def load_svhn(data_dir: Path) -> tuple[Images, Images]:
     Example:
         >>> train, test = load_svhn(Path("data"))  # doctest: +SKIP
     """
-    paths = [fetched(data_dir / "svhn" / file, md5, [SERVER], stored=True) for file, md5 in MD5.items()]
-    train, test = map(read_svhn, paths, MD5.values())
+    train, test = (read_svhn(FILES.path(data_dir, file), md5) for file, md5 in MD5.items())
     return train, test
-
-
-def fetch_svhn(data_dir: Path, progress: bool = True) -> None:
-    """Download the missing files of SVHN to `data_dir/svhn/`, and check the others.
-
-    Arguments:
-        data_dir: data folder.
-        progress: draw a progress bar on standard error.
-
-    Raises:
-        BadInput: a file has a wrong checksum, or cannot be read, downloaded or written.
-    """
-    complete(data_dir / "svhn", MD5, [SERVER], progress, stored=True)
-
-
-def verify_svhn(data_dir: Path) -> list[tuple[str, str]]:
-    """Check the two files of SVHN without downloading them; returns `(file, "ok" or the problem)` for each file."""
-    return verified(data_dir / "svhn", MD5, stored=True)
 
 
 def read_svhn(path: Path, md5: str | None = None) -> Images:

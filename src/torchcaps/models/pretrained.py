@@ -3,7 +3,6 @@
 import functools
 import hashlib
 import inspect
-import json
 import re
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
@@ -18,7 +17,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from torchcaps.capsules import Prediction
-from torchcaps.data.files import as_json, atomically
+from torchcaps.data.files import as_json, atomically, read_json
 from torchcaps.errors import BadInput, first_line, unreadable
 from torchcaps.models.saved_rules import both_settings, cure_of, is_foreign, restore_rules, same_setting, saved_rules
 from torchcaps.options import absent, bound_options, check_options, kinds_of, plain_options, registered_name
@@ -229,10 +228,7 @@ def read_config(folder: Path) -> SavedConfig:
             elif (folder / "recipe.json").is_file():
                 cure = "finish the training of this run with `torchcaps train` and --resume"
             raise BadInput(f"{folder} has no {needed.name}: {cure}")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise unreadable(path, error, "save the network again") from error
+    content = read_json(path, "save the network again")
     found = content.get("format") if isinstance(content, dict) else None
     if isinstance(found, int) and found > FORMAT:
         raise BadInput(f"{path} has format {found}, which a newer version of torchcaps wrote: update torchcaps")

@@ -6,64 +6,13 @@ from collections.abc import Callable, Container, Mapping
 from dataclasses import fields, replace
 from typing import Any, Literal, get_origin
 
-from torchcaps.data import DATASETS, TABLE_OPTIONS, load_image_table
+from torchcaps.data import DATASETS, TABLE_OPTIONS, Preprocessing, load_image_table
 from torchcaps.errors import BadInput, nearest
 from torchcaps.losses import LOSSES, NOT_SETTINGS
 from torchcaps.models import MODELS, routing_of
 from torchcaps.options import described, fits, kinds_of, meanings
 from torchcaps.recipe import Recipe
-from torchcaps.recipes.matrix_capsules import (
-    cnn_baseline_smallnorb,
-    cnn_baseline_smallnorb_paper,
-    cnn_baseline_toys,
-    cnn_baseline_toys_paper,
-    matrix_capsnet_mnist,
-    matrix_capsnet_mnist_paper,
-    matrix_capsnet_smallnorb,
-    matrix_capsnet_smallnorb_paper,
-    matrix_capsnet_toys,
-    matrix_capsnet_toys_paper,
-    matrix_capsnet_toys_variational,
-    variational_capsnet_fashion_mnist,
-    variational_capsnet_smallnorb,
-    variational_capsnet_svhn,
-    variational_capsnet_toys,
-)
-from torchcaps.recipes.other_routings import (
-    attention_capsnet_cifar10,
-    attention_capsnet_cifar100,
-    generative_capsnet_smallnorb,
-    generative_capsnet_toys,
-    self_routing_capsnet_cifar10,
-    self_routing_capsnet_fashion_mnist,
-    self_routing_capsnet_smallnorb,
-    self_routing_capsnet_svhn,
-    self_routing_capsnet_toys,
-)
-from torchcaps.recipes.own_images import (
-    capsnet_images,
-    cnn_images,
-    matrix_capsnet_images,
-    residual_capsnet_images,
-    timm_capsnet_images,
-    variational_capsnet_images,
-)
-from torchcaps.recipes.vector_capsules import (
-    capsnet_cifar10,
-    capsnet_fashion_mnist,
-    capsnet_mnist,
-    capsnet_mnist_5k,
-    capsnet_smallnorb,
-    capsnet_stem_mnist,
-    capsnet_svhn,
-    cnn_baseline_mnist,
-    efficient_capsnet_fashion_mnist,
-    efficient_capsnet_mnist,
-    efficient_capsnet_smallnorb,
-    efficient_capsnet_toys,
-    pooled_capsnet_mnist,
-    pooled_cnn_mnist,
-)
+from torchcaps.recipes import matrix_capsules, other_routings, own_images, vector_capsules
 from torchcaps.routing import ROUTINGS, routing_options
 
 GROUPS = ("model.OPTION", "model.routing", "routing.OPTION", "data.OPTION", "loss.OPTION")
@@ -72,50 +21,50 @@ OWN_IMAGES = "images"
 """Value of `Recipe.data` in recipes for your own images. `torchcaps train` then requires ``--data`` with a folder."""
 
 RECIPES: dict[str, Callable[[], Recipe]] = {
-    "capsnet-mnist": capsnet_mnist,
-    "capsnet-mnist-5k": capsnet_mnist_5k,
-    "capsnet-stem-mnist": capsnet_stem_mnist,
-    "capsnet-images": capsnet_images,
-    "matrix-capsnet-images": matrix_capsnet_images,
-    "variational-capsnet-images": variational_capsnet_images,
-    "cnn-images": cnn_images,
-    "residual-capsnet-images": residual_capsnet_images,
-    "timm-capsnet-images": timm_capsnet_images,
-    "capsnet-fashion-mnist": capsnet_fashion_mnist,
-    "capsnet-cifar10": capsnet_cifar10,
-    "capsnet-smallnorb": capsnet_smallnorb,
-    "capsnet-svhn": capsnet_svhn,
-    "efficient-capsnet-mnist": efficient_capsnet_mnist,
-    "efficient-capsnet-fashion-mnist": efficient_capsnet_fashion_mnist,
-    "efficient-capsnet-smallnorb": efficient_capsnet_smallnorb,
-    "efficient-capsnet-toys": efficient_capsnet_toys,
-    "cnn-baseline-mnist": cnn_baseline_mnist,
-    "pooled-cnn-mnist": pooled_cnn_mnist,
-    "pooled-capsnet-mnist": pooled_capsnet_mnist,
-    "matrix-capsnet-smallnorb": matrix_capsnet_smallnorb,
-    "matrix-capsnet-smallnorb-paper": matrix_capsnet_smallnorb_paper,
-    "matrix-capsnet-toys": matrix_capsnet_toys,
-    "matrix-capsnet-toys-variational": matrix_capsnet_toys_variational,
-    "matrix-capsnet-toys-paper": matrix_capsnet_toys_paper,
-    "matrix-capsnet-mnist": matrix_capsnet_mnist,
-    "matrix-capsnet-mnist-paper": matrix_capsnet_mnist_paper,
-    "variational-capsnet-smallnorb": variational_capsnet_smallnorb,
-    "variational-capsnet-toys": variational_capsnet_toys,
-    "variational-capsnet-svhn": variational_capsnet_svhn,
-    "variational-capsnet-fashion-mnist": variational_capsnet_fashion_mnist,
-    "self-routing-capsnet-smallnorb": self_routing_capsnet_smallnorb,
-    "self-routing-capsnet-toys": self_routing_capsnet_toys,
-    "self-routing-capsnet-cifar10": self_routing_capsnet_cifar10,
-    "self-routing-capsnet-svhn": self_routing_capsnet_svhn,
-    "self-routing-capsnet-fashion-mnist": self_routing_capsnet_fashion_mnist,
-    "attention-capsnet-cifar10": attention_capsnet_cifar10,
-    "attention-capsnet-cifar100": attention_capsnet_cifar100,
-    "generative-capsnet-smallnorb": generative_capsnet_smallnorb,
-    "generative-capsnet-toys": generative_capsnet_toys,
-    "cnn-baseline-smallnorb": cnn_baseline_smallnorb,
-    "cnn-baseline-smallnorb-paper": cnn_baseline_smallnorb_paper,
-    "cnn-baseline-toys": cnn_baseline_toys,
-    "cnn-baseline-toys-paper": cnn_baseline_toys_paper,
+    "capsnet-mnist": vector_capsules.capsnet_mnist,
+    "capsnet-mnist-5k": vector_capsules.capsnet_mnist_5k,
+    "capsnet-stem-mnist": vector_capsules.capsnet_stem_mnist,
+    "capsnet-images": own_images.capsnet_images,
+    "matrix-capsnet-images": own_images.matrix_capsnet_images,
+    "variational-capsnet-images": own_images.variational_capsnet_images,
+    "cnn-images": own_images.cnn_images,
+    "residual-capsnet-images": own_images.residual_capsnet_images,
+    "timm-capsnet-images": own_images.timm_capsnet_images,
+    "capsnet-fashion-mnist": vector_capsules.capsnet_fashion_mnist,
+    "capsnet-cifar10": vector_capsules.capsnet_cifar10,
+    "capsnet-smallnorb": vector_capsules.capsnet_smallnorb,
+    "capsnet-svhn": vector_capsules.capsnet_svhn,
+    "efficient-capsnet-mnist": vector_capsules.efficient_capsnet_mnist,
+    "efficient-capsnet-fashion-mnist": vector_capsules.efficient_capsnet_fashion_mnist,
+    "efficient-capsnet-smallnorb": vector_capsules.efficient_capsnet_smallnorb,
+    "efficient-capsnet-toys": vector_capsules.efficient_capsnet_toys,
+    "cnn-baseline-mnist": vector_capsules.cnn_baseline_mnist,
+    "pooled-cnn-mnist": vector_capsules.pooled_cnn_mnist,
+    "pooled-capsnet-mnist": vector_capsules.pooled_capsnet_mnist,
+    "matrix-capsnet-smallnorb": matrix_capsules.matrix_capsnet_smallnorb,
+    "matrix-capsnet-smallnorb-paper": matrix_capsules.matrix_capsnet_smallnorb_paper,
+    "matrix-capsnet-toys": matrix_capsules.matrix_capsnet_toys,
+    "matrix-capsnet-toys-variational": matrix_capsules.matrix_capsnet_toys_variational,
+    "matrix-capsnet-toys-paper": matrix_capsules.matrix_capsnet_toys_paper,
+    "matrix-capsnet-mnist": matrix_capsules.matrix_capsnet_mnist,
+    "matrix-capsnet-mnist-paper": matrix_capsules.matrix_capsnet_mnist_paper,
+    "variational-capsnet-smallnorb": matrix_capsules.variational_capsnet_smallnorb,
+    "variational-capsnet-toys": matrix_capsules.variational_capsnet_toys,
+    "variational-capsnet-svhn": matrix_capsules.variational_capsnet_svhn,
+    "variational-capsnet-fashion-mnist": matrix_capsules.variational_capsnet_fashion_mnist,
+    "self-routing-capsnet-smallnorb": other_routings.self_routing_capsnet_smallnorb,
+    "self-routing-capsnet-toys": other_routings.self_routing_capsnet_toys,
+    "self-routing-capsnet-cifar10": other_routings.self_routing_capsnet_cifar10,
+    "self-routing-capsnet-svhn": other_routings.self_routing_capsnet_svhn,
+    "self-routing-capsnet-fashion-mnist": other_routings.self_routing_capsnet_fashion_mnist,
+    "attention-capsnet-cifar10": other_routings.attention_capsnet_cifar10,
+    "attention-capsnet-cifar100": other_routings.attention_capsnet_cifar100,
+    "generative-capsnet-smallnorb": other_routings.generative_capsnet_smallnorb,
+    "generative-capsnet-toys": other_routings.generative_capsnet_toys,
+    "cnn-baseline-smallnorb": matrix_capsules.cnn_baseline_smallnorb,
+    "cnn-baseline-smallnorb-paper": matrix_capsules.cnn_baseline_smallnorb_paper,
+    "cnn-baseline-toys": matrix_capsules.cnn_baseline_toys,
+    "cnn-baseline-toys-paper": matrix_capsules.cnn_baseline_toys_paper,
 }
 
 
@@ -192,14 +141,15 @@ def settings_of(recipe: Recipe) -> list[tuple[str, Any, str]]:
 
     Returns:
         For each setting: its name as in `create_recipe`, its value, and its meaning in one sentence. The meanings are
-        the descriptions in the docstrings of `Recipe`, the model, the routing rule, the loss and the dataset's loader.
+        the descriptions in the docstrings of `Recipe`, `Preprocessing`, the model, the routing rule, the loss and the
+        dataset's loader.
         A second sentence says if the setting has no effect in this recipe.
 
     Example:
         >>> next(setting for setting in settings_of(create_recipe("capsnet-mnist")) if setting[0] == "shift")
-        ('shift', 2, 'largest random translation of training images in pixels, with zero padding; 0 is off.')
+        ('shift', 2, 'training only; largest shift in each direction, in pixels, with zero padding; 0 is off.')
     """
-    of_recipe = meanings(Recipe)
+    of_recipe = {**meanings(Recipe), **meanings(Preprocessing)}
     plain = [f.name for f in fields(recipe) if f.name != "name" and not f.name.endswith("_options")]
     found = [(name, getattr(recipe, name), of_recipe.get(name, "")) for name in plain]
     rule = routing_of(recipe.model, recipe.model_options, recipe.routing_options)
