@@ -82,6 +82,15 @@ def test_weights_trained_with_another_standardise_cause_a_warning(call, finished
         assert error.count(f"was trained with standardise=none, but capsnet-mnist has standardise={value}") == said
 
 
+def test_weights_trained_with_another_resize_cause_a_warning(call, finished, images, tmp_path):
+    size = ("--set", "data.image_size=[20,24]")
+    for resize, said in (("stretch", 0), ("pad", 1)):
+        words = (*size, "--set", f"data.resize={resize}", "--from", finished[0], "--dry-run")
+        code, _, error = train(call, images, tmp_path / "run", *words)
+        assert code == 0
+        assert error.count("was trained with data.resize=stretch, but capsnet-mnist has data.resize=pad") == said
+
+
 def test_weights_trained_with_another_routing_rule_cause_a_warning(call, finished, images, tmp_path):
     words = (images, tmp_path / "run", "--from", finished[0], "--dry-run")
     for rule, said in (("dynamic", 0), ("uniform", 1)):

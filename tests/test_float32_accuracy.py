@@ -5,7 +5,7 @@ import torch
 
 from conftest import on_every_instruction_set
 from torchcaps import AttentionRouting, Capsules, RoutingMap, SelfRouting, lengths, squash, squashed
-from torchcaps.routing.votes import Votes
+from torchcaps.routing.votes import Agreement, Votes
 
 
 def far(found, exact):
@@ -104,3 +104,19 @@ def test_attention_routing_keeps_the_digits_of_poses_with_a_large_mean():
 
     for found, exact in zip(gradients(torch.float32), gradients(torch.float64), strict=True):
         assert far(found, exact) < 5e-4
+
+
+@pytest.mark.parametrize("batch", [1, 16])
+@pytest.mark.parametrize("distance", [3.0, 20.0, 100.0])
+def test_the_variance_is_accurate_if_the_mean_is_far_from_the_centre_of_the_agreement(distance, batch):
+    pose, transform = torch.randn(batch, 64, 1, 4, 4), torch.eye(4).expand(1, 1, 3, 4, 4)
+    centre = torch.full((batch, 1, 3, 4, 4), distance)
+
+    def variance(dtype):
+        votes = Votes(pose.to(dtype), None, transform.to(dtype), RoutingMap.shared(64))
+        agreement = Agreement(quadratic=torch.full_like(centre, 1e-6).to(dtype), centre=centre.to(dtype))
+        return votes.moments(agreement).variance
+
+    exact = variance(torch.float64)
+    for name, found in on_every_instruction_set(lambda: variance(torch.float32)).items():
+        assert ((found - exact).abs() / exact).max() < 2e-5, name

@@ -11,7 +11,7 @@ import torch
 from PIL import Image, ImageOps
 
 from image_trees import refused, save, tree, warned
-from torchcaps.data import cut, image_digests, load_image_folder, load_splits, read_image
+from torchcaps.data import cut, image_digests, load_image_folder, load_splits, load_test_images, read_image
 from torchcaps.data.image_file import FORMATS
 from torchcaps.data.image_folder import images_below
 from torchcaps.errors import BadInput
@@ -237,12 +237,18 @@ def test_links_to_missing_images_are_refused_by_name(tmp_path):
 
 def test_all_damaged_images_are_named_in_one_error(tmp_path):
     tree(tmp_path, count=4)
-    first, second, third = bad = [tmp_path / name for name in ("cat/1.png", "dog/0.png", "dog/2.png")]
+    first, second, third = bad = [tmp_path / name for name in ("cat/0.png", "dog/0.png", "dog/2.png")]
     for path in bad:
         path.write_bytes(b"no image")
-    for cache in ("memory", "none"):
+    for cache in ("memory", "none", "auto"):
         message = f"replace or remove it; 2 more cannot be read: {second}, {third}"
         refused(lambda cache=cache: load_splits(str(tmp_path), tmp_path, cache=cache), f"{first} cannot be", message)
+    (tmp_path / "table.csv").write_text("path,label\n" + "".join(f"{path},{path.parent.name}\n" for path in bad[:2]))
+    refused(lambda: load_test_images(tmp_path / "table.csv", ["cat", "dog"]), f"1 more cannot be read: {second}")
+    for index in range(30):
+        (tmp_path / "eel").mkdir(exist_ok=True)
+        (tmp_path / "eel" / f"{index}.png").write_bytes(b"no image")
+    refused(lambda: load_splits(str(tmp_path), tmp_path), f"{first} cannot be", "at least 19 more cannot be read")
 
 
 def test_damaged_images_are_refused_by_name(tmp_path):

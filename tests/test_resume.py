@@ -18,7 +18,7 @@ from conftest import make_images, train
 from test_run_folder import SPLITS, FirstIsBest, digits, tiny
 from torchcaps import BadInput, Classifier
 from torchcaps.confusion import per_class
-from torchcaps.data import Preprocessing
+from torchcaps.data import Preprocessing, load_splits
 from torchcaps.data.files import write_json
 from torchcaps.evaluation import evaluate
 from torchcaps.model_card import publish
@@ -186,8 +186,8 @@ def test_a_longer_cosine_is_announced_and_only_a_finished_training_is_published(
     write_run(run, replace(edited, environment=machine))
     with pytest.raises(KeyboardInterrupt):
         fit(replace(recipe, epochs=3), SPLITS, run, resume=True, on_epoch_end=interrupted)
-    line = f"{run} was started with torch 2.9.0, not {torch.__version__}; threads 77, not {torch.get_num_threads()}: w"
-    assert line in (printed := capsys.readouterr().out)
+    changed = f"torch 2.9.0, not {torch.__version__}; threads 77, not {torch.get_num_threads()}"
+    assert f"{run} was last trained with {changed}: weights" in (printed := capsys.readouterr().out)
     line = f"{run} was started with 1 epochs; training continues to epoch 3, and the cosine of the learning rate now"
     assert line in printed
     with pytest.raises(BadInput, match="is not finished: finish it with `torchcaps train` and --resume"):
@@ -382,3 +382,16 @@ def test_of_equal_scores_every_command_names_the_first_class(call, tmp_path):
     assert len(answer.scores.unique()) == 1
     assert answer.class_names == ["a"]
     assert re.search(r"digit\.png\W+a\W+0\.\d+\W+b\W", out)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("cache", ["memory", "none"])
+def test_a_run_is_not_resumed_with_images_that_are_resized_in_another_way(cache, images, tmp_path):
+    def splits(resize):
+        return load_splits(images, tmp_path, image_size=[24, 20], resize=resize, cache=cache)
+
+    recipe = replace(tiny(1), data=str(images))
+    fit(recipe, splits("pad"), tmp_path / "run")
+    with pytest.raises(BadInput, match=r"was started with other data \(resize was pad and is now crop\)"):
+        fit(replace(recipe, epochs=2), splits("crop"), tmp_path / "run", resume=True)
+    assert fit(replace(recipe, epochs=2), splits("pad"), tmp_path / "run", resume=True)["epochs"] == 2

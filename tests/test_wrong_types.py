@@ -9,6 +9,7 @@ import torch
 from test_run_folder import SPLITS, tiny
 from torchcaps import (
     BadInput,
+    BaselineCNN,
     CapsNet,
     CapsuleLayer,
     Capsules,
@@ -49,7 +50,8 @@ def test_class_names_are_strings_in_the_order_of_the_labels():
     ):
         refused(message, Images, PIXELS, LABELS, names)
         refused(message, Classifier, PooledCNN((1, 14, 14), 3), names, (1, 14, 14), Preprocessing())
-    assert Images(PIXELS, LABELS, np.array(["cat", "dog", "eel"])).class_names == ("cat", "dog", "eel")
+    for names in (np.array(["cat", "dog", "eel"]), dict.fromkeys(("cat", "dog", "eel")).keys()):
+        assert Images(PIXELS, LABELS, names).class_names == ("cat", "dog", "eel")
 
 
 def test_indices_of_images_are_integers_in_range_or_a_mask():
@@ -61,13 +63,16 @@ def test_indices_of_images_are_integers_in_range_or_a_mask():
     assert images.subset([2, -3]).labels.tolist() == [2, 0]
     assert images.subset(LABELS == 1).labels.tolist() == [1]
     assert len(images.subset([])) == len(images.subset(range(0))) == 0
+    for mask in (np.zeros(0, bool), np.zeros(2, bool)):
+        refused(r"a mask must be bool \[3\]; got", images.subset, mask)
 
 
 def test_preprocessing_refuses_pixels_that_are_not_uint8_and_does_not_change_them():
     pixels = torch.ones(1, 1, 4, 4)
     for convert in (Preprocessing().plain, Preprocessing(crop=2, test_crops=2).views):
-        for wrong in (pixels, pixels.int()):
-            refused("pixels must be uint8, from 0 to 255; got .* use plain_of", convert, wrong)
+        for wrong, cure in ((pixels, "use plain_of"), (pixels.int(), r"use pixels\.to\(torch\.uint8\)")):
+            refused(f"pixels must be uint8, from 0 to 255; got .* {cure}", convert, wrong)
+    refused("images must have a floating-point dtype", Preprocessing().plain_of, pixels.int())
     assert torch.equal(Preprocessing().plain_of(pixels), pixels)
 
 
@@ -212,3 +217,5 @@ def test_rules_define_route_not_forward():
 def test_numbers_of_numpy_are_accepted_as_options():
     network = CapsNet((1, 20, 20), np.int64(2), convolution_channels=8, primary_types=2, decoder=np.False_)
     assert network.decoder is None
+    for channels in (np.array([8, 8, 8]), range(8, 11)):
+        assert BaselineCNN((1, 20, 20), 2, channels=channels).options["num_classes"] == 2

@@ -8,6 +8,7 @@ from typing import cast
 import torch
 from torch import nn
 
+from torchcaps.data import DATASETS
 from torchcaps.errors import BadInput, DataWarning
 from torchcaps.models import Pretrained, TimmCapsNet, create_model, routing_of
 from torchcaps.models.pretrained import CONFIG, WEIGHTS, local_folder, read_config, read_weights
@@ -60,15 +61,21 @@ def load_matching(model: nn.Module, recipe: Recipe, class_names: Sequence[str]) 
         other = [key for key, value in options.items() if json.dumps(value) != json.dumps(saved.options.get(key))]
         cure = f", or set the model options {', '.join(other)} as in {folder / CONFIG}" if other else ""
         raise BadInput(f"{source} has no weights that fit the model of {recipe.name}: use other weights{cure}")
-    preprocessed = (saved.images or {}).get("preprocessing")
-    before = preprocessed.get("standardise") if isinstance(preprocessed, Mapping) else None
-    if before not in (None, recipe.standardise):
-        warnings.warn(
-            f"{source} was trained with standardise={before}, but {recipe.name} has standardise={recipe.standardise}, "
-            f"so the network receives other pixel values than before: add --set standardise={before} to avoid this",
-            DataWarning,
-            stacklevel=2,
-        )
+    images = saved.images or {}
+    preprocessed = images.get("preprocessing")
+    standardised = preprocessed.get("standardise") if isinstance(preprocessed, Mapping) else recipe.standardise
+    resized = images.get("resize", "stretch") if recipe.data not in DATASETS else "stretch"
+    for key, before, now in (
+        ("standardise", standardised, recipe.standardise),
+        ("data.resize", resized, recipe.data_options.get("resize", "stretch")),
+    ):
+        if before != now:
+            warnings.warn(
+                f"{source} was trained with {key}={before}, but {recipe.name} has {key}={now}, so the network receives "
+                f"other pixel values than before: add --set {key}={before} to avoid this",
+                DataWarning,
+                stacklevel=2,
+            )
     rule = routing_of(recipe.model, recipe.model_options, recipe.routing_options)
     layers = [layer for layer in saved.routing.values() if isinstance(layer, Mapping)]
     rules = sorted({str(layer["rule"]) for layer in layers if "rule" in layer})

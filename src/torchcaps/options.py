@@ -250,7 +250,9 @@ def plain_options(owner: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _number(value: Any) -> Any:
-    """Convert NumPy scalars and tensors with one element to Python numbers."""
-    if hasattr(value, "item"):
-        return value.item()
+    """Convert arrays and tensors, and other sequences such as ranges, to Python numbers and lists."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, Sequence):
+        return list(value)
     raise TypeError(f"{type(value).__name__} is not plain data")

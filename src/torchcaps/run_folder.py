@@ -199,7 +199,7 @@ def check_run(folder: Path, recipe: Recipe, splits: Splits, module: nn.Module, r
             "copy, or train again in another folder"
         )
     if changed := changed_environment(before.environment, run.environment):
-        print(f"{folder} was started with {changed}: weights can differ by rounding errors", flush=True)
+        print(f"{folder} was last trained with {changed}: weights can differ by rounding errors", flush=True)
     if before.recipe.epochs != recipe.epochs:
         rate = ", and the cosine of the learning rate now spans all epochs" if recipe.schedule == "cosine" else ""
         one, other = before.recipe.epochs, recipe.epochs

@@ -64,7 +64,8 @@ def fingerprint(
 ) -> tuple[dict[str, Any], dict[str, UInt64[np.ndarray, " N"]]]:
     """Summarise each split of a run: the number of images, and a checksum of the images, their labels and their order.
 
-    The checksum covers the encoded image files if all images were read from files, else the pixels.
+    The checksum covers the encoded image files if all images were read from files, else the pixels. If the files are
+    cropped or padded, the summary says so.
 
     Arguments:
         splits: training, validation and test images.
@@ -95,6 +96,9 @@ def fingerprint(
     for name, images in parts.items():
         found = digests.get(f"{name} files" if kind == "files" else name)
         summary[name] = {"images": len(images), "sha256": checksum(images, found)}
+        resize = images.files.resize if kind == "files" and images.files is not None else None
+        if resize not in (None, "stretch"):
+            summary[name]["resize"] = resize
     return {"class_names": list(splits.train.class_names), "checksums": kind, **summary}, digests
 
 
@@ -114,6 +118,9 @@ def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
         one, other = before[name], now[name]
         if one["images"] != other["images"]:
             return f"there were {one['images']} {name} images and there are now {other['images']}"
+        before_and_now = [part.get("resize", "stretch") for part in (one, other)]
+        if before_and_now[0] != before_and_now[1]:
+            return "resize was {} and is now {}".format(*before_and_now)
         if one["sha256"] != other["sha256"]:
             return f"the {name} images, their labels or their order have changed"
     return None

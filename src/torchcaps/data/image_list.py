@@ -144,11 +144,12 @@ def read_list(
             )
     digests = np.zeros(len(images.source), np.uint64)
     used = torch.cat([*splits]).sort().values.tolist()
-    contents = _contents(images.source, used, digests, progress)
+    indices = tracked(used, "reading images", len(images.source)) if progress else used
     if cache == "memory":
-        pixels, facts = _decode_all(images.source, contents, splits, channels, size)
+        decoded = _each_read(images.source, indices, digests, partial(decode, channels=channels, size=size))
+        pixels, facts = _decode_all(images.source, decoded, splits)
     else:
-        facts = dict(_readable(images.source, contents, header))
+        facts = dict(_each_read(images.source, indices, digests, header))
         shape = _common_shape(images.source, facts, channels, size)
         facts = _with_pixels(images.source, facts)
     parts: list[Images] = []
@@ -194,60 +195,51 @@ def remarks_on_names(name: str, class_names: Sequence[str], cure: str) -> Iterat
 
 
 def _decoded_bytes(source: Source, channels: int | None, size: Size | None) -> int:
-    """Estimate the memory that the decoded images take, from the header of the first image."""
-    first = header(source.read(0), source.name(0))
+    """Estimate the memory that the decoded images take, from the header of the first image; 0 if it cannot be read."""
+    try:
+        first = header(source.read(0), source.name(0))
+    except BadInput:  # reading all images names this image and all others that cannot be read
+        return 0
     height, width = size[:2] if size else (first.height, first.width)
     return len(source) * (channels or 3) * height * width
 
 
-def _contents(
-    source: Source, indices: Iterable[int], digests: np.ndarray, progress: bool
-) -> Iterator[tuple[int, bytes]]:
-    """Yield the index and the content of each encoded image at `indices`, and write its checksum to `digests`."""
-    for index in tracked(indices, "reading images", len(source)) if progress else indices:
-        content = source.read(index)
-        digests[index] = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
-        yield index, content
-
-
-def _readable(
-    source: Source, contents: Iterable[tuple[int, bytes]], read: Callable[[bytes, str], Result]
+def _each_read(
+    source: Source, indices: Iterable[int], digests: np.ndarray, read: Callable[[bytes, str], Result]
 ) -> Iterator[tuple[int, Result]]:
-    """Yield the index of each image and the result of `read`; at the end, raise one error about all unreadable images.
+    """Yield the index of each image and the result of `read`, and write the checksum of the image to `digests`.
 
     Raises:
-        BadInput: an image cannot be read. The message names up to `MOST_UNREADABLE` images.
+        BadInput: images cannot be read. The error is raised at the end, or after `MOST_UNREADABLE` such images.
     """
     errors: dict[str, BadInput] = {}
-    for index, content in contents:
+    for index in indices:
         name = source.name(index)
         try:
+            content = source.read(index)
             result = read(content, name)
         except BadInput as error:
             errors[name] = error
             if len(errors) == MOST_UNREADABLE:
                 break
             continue
+        digests[index] = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
         yield index, result
     if errors:
         first, *others = errors
-        more = f"; {len(others)} more cannot be read: {', '.join(map(printable, others))}" if others else ""
+        count = f"at least {len(others)}" if len(errors) == MOST_UNREADABLE else len(others)
+        more = f"; {count} more cannot be read: {', '.join(map(printable, others))}" if others else ""
         raise BadInput(f"{errors[first]}{more}") from errors[first]
 
 
 def _decode_all(
-    source: Source,
-    contents: Iterable[tuple[int, bytes]],
-    splits: Sequence[Tensor],
-    channels: int | None,
-    size: Size | None,
+    source: Source, decoded: Iterable[tuple[int, tuple[Tensor, Facts]]], splits: Sequence[Tensor]
 ) -> tuple[list[Tensor], dict[int, Facts]]:
-    """Decode each image directly into the tensor of its split; returns the pixels per split and the `Facts`."""
+    """Copy each decoded image into the tensor of its split; returns the pixels per split and the `Facts`."""
     places = {index: (split, row) for split, chosen in enumerate(splits) for row, index in enumerate(chosen.tolist())}
     pixels: list[Tensor] = []
     facts: dict[int, Facts] = {}
-    reading = partial(decode, channels=channels, size=size)
-    for index, (image, found) in _readable(source, contents, reading):
+    for index, (image, found) in decoded:
         facts[index] = found
         count, height, width = image.shape
         if not pixels:

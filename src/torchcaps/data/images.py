@@ -1,6 +1,6 @@
 """Labelled images in memory or on disk, and functions that split and shift them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,21 +14,21 @@ from torchcaps.data.image_files import ImageFiles
 from torchcaps.errors import BadInput, nearest
 
 
-def checked_names(class_names: Sequence[str]) -> tuple[str, ...]:
-    """Check that class names are a list, tuple or array of strings, and return them as a tuple.
+def checked_names(class_names: Iterable[str]) -> tuple[str, ...]:
+    """Check that class names are strings in a fixed order, and return them as a tuple.
 
     Raises:
-        BadInput: ``class_names`` has no order, or a name is not a string.
+        BadInput: ``class_names`` is a single string or a set, or a name is not a string.
     """
-    if isinstance(class_names, str) or not isinstance(class_names, Sequence | np.ndarray):
+    if isinstance(class_names, str | set | frozenset) or not isinstance(class_names, Iterable):
         raise BadInput(
-            f"class_names must be a list or tuple of strings; got {described(class_names)}: list the names in "
-            "the order of the labels"
+            f"class_names must be a list or tuple of strings; got {described(class_names)}: list the names in the "
+            "order of the labels"
         )
-    for name in class_names:
+    for name in (names := tuple(class_names)):
         if not isinstance(name, str):
             raise BadInput(f"class_names must be strings; got {described(name)}: convert it with str()")
-    return tuple(class_names)
+    return names
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,8 +106,8 @@ class Images:
 
     def _chosen(self, indices: Any) -> Int64[Tensor, " M"]:
         chosen = torch.as_tensor(indices, device="cpu")
-        if not chosen.numel():
-            return chosen.flatten().to(torch.int64)
+        if chosen.shape == (0,) and chosen.dtype != torch.bool:  # torch.as_tensor([]) has a floating-point dtype
+            return chosen.to(torch.int64)
         if chosen.ndim != 1 or chosen.dtype not in (torch.bool, *INTEGERS):
             raise BadInput(f"indices must be integers, or a mask bool [{len(self)}]; got {described(indices)}")
         if chosen.dtype != torch.bool:

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int64, UInt8
 from torch import Tensor
 from torch.nn import functional
 
-from torchcaps.checks import check_integer, check_number, described
+from torchcaps.checks import check_floating, check_integer, check_number, described
 from torchcaps.data.images import shift, shift_offsets
 from torchcaps.errors import BadInput
 from torchcaps.options import check_kind, kinds_of
@@ -226,6 +226,7 @@ class Preprocessing:
 
     def plain_of(self, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B C h w"]:
         """Convert images with pixels in [0, 1], as `plain` converts uint8 images. The conversion is differentiable."""
+        check_floating("images", images)
         return self._at(images, 0.5, 0.5)
 
     def views(self, pixels: UInt8[Tensor, "B C H W"]) -> Float[Tensor, "V B C h w"]:
@@ -269,7 +270,8 @@ class Preprocessing:
 
 def _scaled(pixels: Tensor) -> Tensor:
     if pixels.dtype != torch.uint8:
-        raise BadInput(f"pixels must be uint8, from 0 to 255; got {described(pixels)}: use plain_of for [0, 1]")
+        cure = "use plain_of for numbers in [0, 1]" if pixels.is_floating_point() else "use pixels.to(torch.uint8)"
+        raise BadInput(f"pixels must be uint8, from 0 to 255; got {described(pixels)}: {cure}")
     return pixels.float().div_(255)
 
 
