@@ -11,7 +11,7 @@ import torch
 from conftest import SMALL_CAPSNET, train
 from torchcaps import BadInput, Classifier, PooledCapsNet
 from torchcaps.checkpoints import read_checkpoint, save_sealed
-from torchcaps.data import Preprocessing
+from torchcaps.data import Preprocessing, load_splits
 from torchcaps.data.toys import load_toys, verify_toys
 from torchcaps.models import create_model
 from torchcaps.options import fits
@@ -151,3 +151,18 @@ def test_control_characters_in_class_names_do_not_reach_the_terminal(classifier,
     output = succeeds("inspect", tmp_path / "weights", image, "--out", tmp_path / "seen.png")
     assert "red" in output
     assert "\x1b" not in output
+
+
+def test_files_that_an_editor_saved_with_a_byte_order_mark_are_read(run, succeeds, images):
+    for name in ("recipe.json", "config.json", "metrics.json", "metrics.csv"):
+        (run / name).write_bytes(b"\xef\xbb\xbf" + (run / name).read_bytes())
+    succeeds("evaluate", run)
+    assert "is finished" in train(succeeds, images, run, "--epochs", 3, "--batch-size", 2, "--resume")
+
+
+def test_names_that_are_too_long_for_the_file_system_are_refused(tmp_path):
+    for name in ("x" * 300, "x" * 300 + ".csv"):
+        with pytest.raises(BadInput, match="is neither a dataset nor an existing folder or table"):
+            load_splits(name, tmp_path)
+    with pytest.raises(BadInput, match="does not exist"):
+        Classifier.from_pretrained(tmp_path / ("x" * 300))

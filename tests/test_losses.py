@@ -19,7 +19,7 @@ from torchcaps.losses import (
     LOSSES,
     activation_cross_entropy,
     activation_logit_cross_entropy,
-    balanced_weights,
+    balanced_class_weights,
     check_loss,
     cross_entropy,
     margin_loss,
@@ -60,25 +60,25 @@ def test_the_loss_of_every_recipe_accepts_the_scores_of_its_model():
 def test_an_integer_weight_equals_that_many_copies_of_the_image(name):
     loss, scores, labels = LOSSES[name], torch.rand(4, 3, requires_grad=True), torch.tensor([0, 2, 1, 1])
     times = torch.tensor([3, 1, 0, 2])
-    weighted = loss(scores, labels, weights=times.float()) * 4
+    weighted = loss(scores, labels, sample_weights=times.float()) * 4
     repeated = loss(scores.repeat_interleave(times, dim=0), labels.repeat_interleave(times)) * 6
     torch.testing.assert_close(weighted, repeated)
     gradients = [torch.autograd.grad(each, scores)[0] for each in (weighted, repeated)]
     torch.testing.assert_close(*gradients)
-    torch.testing.assert_close(loss(scores, labels, weights=torch.ones(4)), loss(scores, labels))
+    torch.testing.assert_close(loss(scores, labels, sample_weights=torch.ones(4)), loss(scores, labels))
 
 
 @pytest.mark.usefixtures("untyped")
-def test_balanced_weights_equal_those_of_scikit_learn():
+def test_balanced_class_weights_equal_those_of_scikit_learn():
     labels = torch.tensor([2] * 5 + [0] * 20 + [1])
-    found = balanced_weights(labels, 3)
+    found = balanced_class_weights(labels, 3)
     right = compute_class_weight("balanced", classes=np.arange(3), y=labels.numpy())
     np.testing.assert_allclose(found, right, rtol=1e-6)
     assert found[labels].mean() == pytest.approx(1)
-    assert torch.isfinite(balanced_weights(labels, 4)).all()
+    assert torch.isfinite(balanced_class_weights(labels, 4)).all()
     for wrong in (labels, labels - 1, labels.float(), labels == 1):
         with pytest.raises(ValueError, match="labels must be"):
-            balanced_weights(wrong, 2)
+            balanced_class_weights(wrong, 2)
 
 
 @pytest.mark.usefixtures("untyped")
@@ -88,14 +88,14 @@ def test_targets_and_weights_that_would_make_a_loss_negative_are_refused():
         margin_loss(scores, both)
     assert margin_loss(scores, both.clamp_max(1)) > 0
     with pytest.raises(ValueError, match="weights must be at least 0; got -1 to 1"):
-        margin_loss(scores, torch.tensor([0, 1]), weights=torch.tensor([1.0, -1.0]))
+        margin_loss(scores, torch.tensor([0, 1]), sample_weights=torch.tensor([1.0, -1.0]))
 
 
 @pytest.mark.usefixtures("untyped")
 @pytest.mark.parametrize("shape", [(4, 1), (1,)])
 def test_weights_of_another_shape_are_refused(shape):
     with pytest.raises(ValueError, match="weights must fit the shape"):
-        margin_loss(torch.rand(4, 3), torch.tensor([0, 1, 2, 0]), weights=torch.ones(shape))
+        margin_loss(torch.rand(4, 3), torch.tensor([0, 1, 2, 0]), sample_weights=torch.ones(shape))
 
 
 @pytest.mark.usefixtures("untyped")
@@ -113,7 +113,7 @@ def test_labels_of_every_integer_type_give_the_same_loss(dtype):
     scores, labels = torch.rand(3, 4), torch.tensor([0, 3, 1])
     for loss in (margin_loss, spread_loss):
         assert loss(scores, labels.to(dtype)) == loss(scores, labels)
-    assert torch.equal(balanced_weights(labels.to(dtype), 4), balanced_weights(labels, 4))
+    assert torch.equal(balanced_class_weights(labels.to(dtype), 4), balanced_class_weights(labels, 4))
 
 
 def test_the_cross_entropy_of_activations_is_minus_the_log_of_the_share_of_the_target_class():
@@ -134,7 +134,7 @@ def test_label_smoothing_spreads_a_share_of_the_target_probability_over_all_clas
     expected = -(target * scores.log_softmax(dim=1)).sum(dim=1)
     torch.testing.assert_close(cross_entropy(scores, labels, label_smoothing=0.3), expected.mean())
     weights = torch.tensor([1.0, 0.0, 2.0, 0.5])
-    weighted = cross_entropy(scores, labels, label_smoothing=0.3, weights=weights)
+    weighted = cross_entropy(scores, labels, label_smoothing=0.3, sample_weights=weights)
     torch.testing.assert_close(weighted, (expected * weights).mean())
 
 
@@ -182,7 +182,7 @@ SPLITS = Splits(rare(420, 0), rare(84, 1), rare(210, 2))
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_balanced_weights_raise_the_recall_of_a_rare_class(tmp_path, capsys):
+def test_balanced_class_weights_raise_the_recall_of_a_rare_class(tmp_path, capsys):
     plain = {"reconstruction_weight": "0", "erase": "0", "shift": "0", "rotation": "0", "squeeze": "0"}
     plain |= {"epochs": "4", "batch_size": "20", "precision": "float32", "choose": "best"}
     recalls = {}
@@ -222,17 +222,17 @@ def test_the_mean_recall_weights_all_classes_with_images_equally():
 def test_class_weights_that_cannot_be_used_are_refused(tmp_path, monkeypatch):
     with pytest.raises(BadInput, match=r"class_weights must be one of none, balanced.*; got 'balance'"):
         create_recipe("capsnet-mnist", {"class_weights": "balance"})
-    with pytest.raises(BadInput, match=r"unknown setting 'loss\.weights'"):
-        create_recipe("capsnet-mnist", {"loss.weights": "[1, 2]"})
+    with pytest.raises(BadInput, match=r"unknown setting 'loss\.sample_weights'"):
+        create_recipe("capsnet-mnist", {"loss.sample_weights": "[1, 2]"})
     monkeypatch.setitem(LOSSES, "own", lambda scores, target: scores.sum())
-    with pytest.raises(BadInput, match="class_weights is 'balanced', but loss own accepts no weights"):
+    with pytest.raises(BadInput, match="class_weights is 'balanced', but loss own has no argument sample_weights"):
         create_recipe("capsnet-mnist", {"loss": "own", "class_weights": "balanced"})
     several = Images(SPLITS.train.pixels, SPLITS.train.labels[:, None].expand(-1, 2), SPLITS.train.class_names)
     recipe = create_recipe("pooled-cnn-mnist", {"class_weights": "balanced"})
     with pytest.raises(BadInput, match="each image shows several classes: set class_weights=none"):
         fit(recipe, Splits(several, several, several), tmp_path / "run")
     assert not (tmp_path / "run").exists()
-    assert all("weights" in inspect.signature(loss).parameters for name, loss in LOSSES.items() if name != "own")
+    assert all("sample_weights" in inspect.signature(loss).parameters for name, loss in LOSSES.items() if name != "own")
 
 
 def test_the_loss_ranks_epochs_only_if_their_accuracies_are_equal():

@@ -174,7 +174,7 @@ def test_self_routing_runs_under_vmap_over_its_own_parameters():
     [
         lambda: margin_loss(torch.rand(4, 3), torch.tensor([1])),
         lambda: margin_loss(torch.rand(4, 3), torch.rand(1, 3)),
-        lambda: margin_loss(torch.rand(4, 3), torch.zeros(4).long(), weights=torch.ones(4, 1)),
+        lambda: margin_loss(torch.rand(4, 3), torch.zeros(4).long(), sample_weights=torch.ones(4, 1)),
         lambda: spread_loss(torch.rand(4, 3), torch.tensor([1])),
         lambda: reconstruction_loss(torch.rand(2, 1, 4, 4), torch.rand(2, 3, 4, 4)),
     ],

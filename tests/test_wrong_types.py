@@ -1,7 +1,5 @@
 """Arguments of a wrong type are refused when they are given, not later or by PyTorch, and nothing is changed."""
 
-import re
-
 import numpy as np
 import pytest
 import torch
@@ -29,7 +27,12 @@ from torchcaps import (
 )
 from torchcaps.attacks import fgsm, gradient_health
 from torchcaps.data import Images, cut_by
-from torchcaps.losses import activation_cross_entropy, activation_logit_cross_entropy, balanced_weights, spread_margin
+from torchcaps.losses import (
+    activation_cross_entropy,
+    activation_logit_cross_entropy,
+    balanced_class_weights,
+    spread_margin,
+)
 from torchcaps.training import fit
 
 pytestmark = pytest.mark.usefixtures("untyped")
@@ -115,10 +118,12 @@ def test_classifiers_check_their_arguments():
             Classifier(*arguments)
 
 
-def test_attacks_name_the_cure_for_a_network_and_accept_what_losses_accept():
+def test_attacks_accept_networks_and_what_losses_accept():
     images, network = torch.rand(3, 1, 14, 14), PooledCNN((1, 14, 14), 3).eval()
-    cure = re.escape("it returns a Prediction: pass lambda images: network(images).scores")
-    refused(cure, fgsm, network, images, LABELS, 0.1)
+    classifier = Classifier(network, ("cat", "dog", "eel"), (1, 14, 14), Preprocessing())
+    refused(
+        "network must be a function of images; got .*: give classifier.model", fgsm, classifier, images, LABELS, 0.1
+    )
     with torch.inference_mode():
         inferred = images.clone()
 
@@ -127,6 +132,7 @@ def test_attacks_name_the_cure_for_a_network_and_accept_what_losses_accept():
 
     attacked = fgsm(scores, images, LABELS, 0.1)
     assert torch.equal(fgsm(scores, inferred, LABELS.int(), 0.1), attacked)
+    assert torch.equal(fgsm(network, images, LABELS, 0.1), attacked)
     refused("labels must be a tensor; got list", fgsm, scores, images, [0, 1, 2], 0.1)
     refused("images must have a floating-point dtype; got a uint8 tensor", gradient_health, scores, PIXELS, LABELS)
 
@@ -136,8 +142,8 @@ def test_losses_of_activations_refuse_logits():
     for loss in (margin_loss, activation_cross_entropy, activation_logit_cross_entropy):
         refused("scores must be at least 0; the smallest value is -2: convert logits", loss, logits, torch.tensor([0]))
     refused("step must be a finite number of at least 0; got -1", spread_margin, "linear", -1, 10)
-    refused("labels must be integers", balanced_weights, [0, 1], 2)
-    refused("num_classes must be an integer of at least 1; got str '3'", balanced_weights, LABELS, "3")
+    refused("labels must be integers", balanced_class_weights, [0, 1], 2)
+    refused("num_classes must be an integer of at least 1; got str '3'", balanced_class_weights, LABELS, "3")
     refused(r"positive_margin must be in \(0, 1\]; got bool True", margin_loss, -logits.abs().neg(), LABELS[:1], True)
 
 

@@ -1,6 +1,7 @@
 """Capsule networks for PyTorch: capsule layers, routing rules, losses and models."""
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -146,13 +147,15 @@ __all__ = [
 if not TYPE_CHECKING:  # otherwise type checkers would accept every misspelled name
 
     def __getattr__(name: str) -> Any:
-        """Import each public name on first use, so that the command line starts without loading torch."""
+        """Import each public name and module on first use, so that the command line starts without loading torch."""
         if name not in _MODULE_OF:
-            raise AttributeError(f"module 'torchcaps' has no attribute {name!r}")
+            if name.startswith("_") or find_spec(f"torchcaps.{name}") is None:
+                raise AttributeError(f"module 'torchcaps' has no attribute {name!r}")
+            return import_module(f"torchcaps.{name}")
         value = getattr(import_module(f"torchcaps.{_MODULE_OF[name]}"), name)
         globals()[name] = value
         return value
 
 
 def __dir__() -> list[str]:
-    return sorted((globals().keys() | set(__all__)) - {"TYPE_CHECKING", "Any", "import_module"})
+    return sorted((globals().keys() | set(__all__)) - {"TYPE_CHECKING", "Any", "find_spec", "import_module"})

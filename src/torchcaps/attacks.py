@@ -1,4 +1,4 @@
-"""Gradient attacks on any classifier of images in [0, 1], and statistics of the classifier's gradients."""
+"""Gradient attacks on any network that classifies images in [0, 1], and statistics of the network's gradients."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -11,34 +11,32 @@ from torch.nn import functional
 from torchcaps.capsules import Prediction, check_labels
 from torchcaps.checks import bounds, check_floating, check_number, check_sizes, described, has_values
 
-Classifier = Callable[[Tensor], Tensor]
-"""Function of images ``[B, C, H, W]`` in [0, 1] that returns scores ``[B, classes]``."""
+Network = Callable[[Tensor], Tensor | Prediction]
+"""Function of images ``[B, C, H, W]`` in [0, 1] that returns scores ``[B, classes]``, or a `Prediction` with scores."""
 Loss = Callable[[Tensor, Tensor], Tensor]
 """Function of scores ``[B, classes]`` and class indices ``[B]`` that returns the mean loss of the batch."""
 
 
 def input_gradient(
-    classifier: Classifier, images: Float[Tensor, "B C H W"], labels: Int64[Tensor, "B"], loss: Loss
+    network: Network, images: Float[Tensor, "B C H W"], labels: Int64[Tensor, "B"], loss: Loss
 ) -> Float[Tensor, "B C H W"]:
     """Compute the gradient of each image's loss with respect to its pixels.
 
     Raises:
         ValueError: ``images`` is not a floating-point tensor, ``labels`` is not a tensor, a label is not a class, the
-            classifier returns a `Prediction`, or torch.inference_mode is active.
+            network cannot be called, or torch.inference_mode is active.
     """
     if torch.is_inference_mode_enabled():
         raise ValueError("gradients cannot be computed inside torch.inference_mode(): leave this context")
+    if not callable(network):
+        raise ValueError(f"network must be a function of images; got {described(network)}: give classifier.model")
     check_floating("images", images)
     if not isinstance(labels, Tensor):
         raise ValueError(f"labels must be a tensor; got {described(labels)}: use torch.as_tensor")
     images = images.detach().clone().requires_grad_()  # a clone, because images can be an inference tensor
     with torch.enable_grad():
-        scores = classifier(images)
-        if isinstance(scores, Prediction):
-            raise ValueError(
-                "classifier must return scores [B, classes], but it returns a Prediction: pass lambda images: "
-                "network(images).scores"
-            )
+        found = network(images)
+        scores = found.scores if isinstance(found, Prediction) else found
         # PyTorch ignores the label -100. Other losses can have labels of another kind.
         if loss is functional.cross_entropy and labels.ndim == 1 and isinstance(scores, Tensor) and scores.ndim == 2:
             check_labels(labels, scores.shape[1])
@@ -48,7 +46,7 @@ def input_gradient(
 
 
 def fgsm(
-    classifier: Classifier,
+    network: Network,
     images: Float[Tensor, "B C H W"],
     labels: Int64[Tensor, "B"],
     epsilon: float,
@@ -66,7 +64,7 @@ def fgsm(
         x' = clip(x - ε sign ∇ₓ loss(x, label), 0, 1)      targeted
 
     Arguments:
-        classifier: any differentiable function of images in [0, 1] that returns scores ``[B, classes]``.
+        network: any differentiable function of images in [0, 1] that returns scores ``[B, classes]`` or a `Prediction`.
         images: images to attack, in [0, 1].
         labels: class indices ``[B]``: the true classes or, if `targeted`, the classes that the attack aims at.
         epsilon: ε, in [0, 1].
@@ -81,11 +79,11 @@ def fgsm(
         >>> fgsm(lambda x: x.flatten(1), images, torch.tensor([0]), 0.25)
         tensor([[[[0.2500, 0.7500]]]])
     """
-    return _step(classifier, images, labels, _checked_epsilon(epsilon, images), targeted, loss)
+    return _step(network, images, labels, _checked_epsilon(epsilon, images), targeted, loss)
 
 
 def bim(
-    classifier: Classifier,
+    network: Network,
     images: Float[Tensor, "B C H W"],
     labels: Int64[Tensor, "B"],
     epsilon: float,
@@ -101,7 +99,7 @@ def bim(
     its original value.
 
     Arguments:
-        classifier: any differentiable function of images in [0, 1] that returns scores ``[B, classes]``.
+        network: any differentiable function of images in [0, 1] that returns scores ``[B, classes]`` or a `Prediction`.
         images: images to attack, in [0, 1].
         labels: class indices ``[B]``: the true classes or, if `targeted`, the classes that the attack aims at.
         epsilon: ε, in [0, 1].
@@ -122,14 +120,14 @@ def bim(
     check_sizes(steps=steps)
     attacked = images
     for _ in range(steps):
-        attacked = _step(classifier, attacked, labels, epsilon / steps, targeted, loss)
+        attacked = _step(network, attacked, labels, epsilon / steps, targeted, loss)
         attacked = attacked.clamp(images - epsilon, images + epsilon)
     return attacked
 
 
-def _step(classifier: Classifier, images: Tensor, labels: Tensor, epsilon: float, targeted: bool, loss: Loss) -> Tensor:
+def _step(network: Network, images: Tensor, labels: Tensor, epsilon: float, targeted: bool, loss: Loss) -> Tensor:
     """Change each pixel by ε along the sign of its gradient, and clip it to [0, 1]."""
-    step = epsilon * input_gradient(classifier, images, labels, loss).sign()
+    step = epsilon * input_gradient(network, images, labels, loss).sign()
     return (images - step if targeted else images + step).clamp(0, 1)
 
 
@@ -142,7 +140,7 @@ def _checked_epsilon(epsilon: float, images: Tensor) -> float:
         if low < -1e-3 or high > 1 + 1e-3:
             raise ValueError(
                 f"images must be in [0, 1]; got {low:g} to {high:g}: divide pixels from 0 to 255 by 255, and let the "
-                "classifier standardise images"
+                "network standardise images"
             )
     return float(epsilon)
 
@@ -162,7 +160,7 @@ class GradientHealth(NamedTuple):
 
 
 def gradient_health(
-    classifier: Classifier,
+    network: Network,
     images: Float[Tensor, "B C H W"],
     labels: Int64[Tensor, "B"],
     loss: Loss = functional.cross_entropy,
@@ -172,8 +170,9 @@ def gradient_health(
     If these gradients vanish, gradient attacks fail, but other attacks can still succeed.
 
     Arguments:
-        classifier: any differentiable function of images that returns scores ``[B, classes]``. It should be the network
-            alone, without the preprocessing of the images: standardisation would give every pixel a gradient.
+        network: any differentiable function of images that returns scores ``[B, classes]`` or a `Prediction`. It should
+            be the network alone, without the preprocessing of the images: standardisation would give every pixel a
+            gradient.
         images: input of the network.
         labels: class indices ``[B]``.
         loss: function of scores and labels that returns the mean loss of the batch.
@@ -182,6 +181,6 @@ def gradient_health(
         >>> gradient_health(lambda x: 0 * x.flatten(1), torch.rand(1, 1, 1, 2), torch.tensor([0])).zero
         100.0
     """
-    gradient = input_gradient(classifier, images, labels, loss)
+    gradient = input_gradient(network, images, labels, loss)
     norm = gradient.flatten(1).norm(dim=1).mean().item()
     return GradientHealth(100 * (gradient == 0).sum().item() / gradient.numel(), norm)

@@ -126,8 +126,9 @@ def squash(pose: Float[Tensor, "*capsules R Q"], form: SquashForm = "sabour") ->
         none           v = s
 
     s is the pose before squashing, and v is the pose after it. The length of v in ``su`` is up to twice its length in
-    ``sabour``. Values and first-order gradients are finite everywhere, including at zero, except that
-    gradients of ``unit`` overflow in float16 for poses shorter than 2e-5. The computation uses at least float32.
+    ``sabour``. The last two dimensions of ``pose`` are one pose: give vectors ``[..., Q]`` as ``pose[..., None, :]``.
+    Values and first-order gradients are finite everywhere, including at zero, except that gradients of ``unit``
+    overflow in float16 for poses shorter than 2e-5. The computation uses at least float32.
 
     Arguments:
         pose: ``[..., R, Q]``: rows and columns of each pose in the last two dimensions. The squared length of a pose

@@ -116,6 +116,19 @@ def check_not_negative(name: str, tensor: Tensor) -> None:
             )
 
 
+def check_values(name: str, tensor: Tensor, least: float, most: float) -> None:
+    """Check that all values of a tensor are in [least, most]. They are not checked while a graph is traced.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+    if has_values(tensor) and tensor.numel():
+        low, high = bounds(tensor)
+        if low < least or high > most:
+            allowed = f"in [{least:g}, {most:g}]" if most < math.inf else f"at least {least:g}"
+            raise ValueError(f"{name} must be {allowed}; got {low:g} to {high:g}")
+
+
 def check_sizes(**sizes: Any) -> None:
     """Check that all sizes are integers of at least 1.
 

@@ -1,16 +1,20 @@
 """Versions, commit and hardware, which are saved with every result; numbers of processes and of cores."""
 
+import math
 import os
 import platform
 import shutil
 import subprocess
+import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from torchcaps.errors import BadInput
+from torchcaps.process_memory import control_groups
 
 LAUNCHER = "TORCHCAPS_LAUNCHER"
 """Environment variable with the number of the process whose training has started this process."""
@@ -69,7 +73,8 @@ def check_variables(devices: int) -> None:
     If several processes are to be started, the variable `LAUNCHER` is set for them.
 
     Raises:
-        BadInput: RANK or LOCAL_RANK is set, but neither `torchrun` nor a training has started this process.
+        BadInput: RANK or LOCAL_RANK is set, but neither `torchrun` nor a training has started this process; or several
+            processes are to be started, but this process does not run a script.
     """
     own = str(os.getpid())
     if under_torchrun() or _LAUNCHED or os.environ.get(LAUNCHER) == own:
@@ -81,6 +86,11 @@ def check_variables(devices: int) -> None:
                 "start the training with torchrun"
             )
     if devices > 1:
+        if getattr(sys.modules["__main__"], "__spec__", None) is None and not os.path.isfile(sys.argv[0]):
+            raise BadInput(
+                f"devices must be 1 in an interactive session and in python -c; got {devices}: save the program as a "
+                "script, which the other processes can run, or start it with torchrun"
+            )
         os.environ[LAUNCHER] = own
 
 
@@ -131,8 +141,14 @@ def is_terminal(stream: Any) -> bool:
 
 
 def available_cores() -> int:
-    """Return the number of processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return the number of processor cores that this process may use. A container can limit it."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for group in control_groups("cpu"):
+        for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+            with suppress(OSError, ValueError):  # ValueError: there is no limit
+                quota, period = map(int, " ".join((group / name).read_text() for name in names).split())
+                cores = min(cores, math.ceil(quota / period)) if quota > 0 else cores
+    return cores
 
 
 def _cpuinfo() -> str:

@@ -25,6 +25,8 @@ except ModuleNotFoundError as error:
     ) from error
 
 from torchcaps.batches import Batches, ImageBatches, default_workers, images_per_batch
+from torchcaps.checks import described
+from torchcaps.classifier import Classifier
 from torchcaps.data import Images, Preprocessing
 from torchcaps.devices import SMALLER_BATCHES, clear_memory_errors
 from torchcaps.environment import is_terminal, under_torchrun
@@ -58,7 +60,7 @@ class Evaluation(NamedTuple):
 
 @clear_memory_errors(SMALLER_BATCHES)
 def evaluate(
-    model: nn.Module,
+    model: nn.Module | Classifier,
     images: Images,
     preprocessing: Preprocessing | None = None,
     *,
@@ -71,20 +73,25 @@ def evaluate(
     At the end, the model is on the device where it was before.
 
     Arguments:
-        model: a model of `MODELS`, or a `MeanScores` of several models.
+        model: a `Classifier`, a model of `MODELS`, or a `MeanScores` of several models.
         images: images of the split.
-        preprocessing: conversion of the images to the model's input. By default, the input is the whole image with
-            pixels in [0, 1].
+        preprocessing: conversion of the images to the model's input. By default, the preprocessing of the
+            `Classifier`; for a model, the whole image with pixels in [0, 1].
         batch_size: images per batch. The result does not depend on it, except for rounding errors.
         precision: ``bf16``, ``float32`` or ``auto``. ``auto`` uses bf16 if bf16 is faster than float32 on the
             hardware, else float32.
         loss: name of the loss of the training, for the calibration error (see `torchcaps.scores.probabilities`).
 
     Raises:
-        BadInput: `precision` is unknown, a score is not finite, the model has another number of classes, or the memory
-            runs out.
+        BadInput: `images` is not an `Images` or is empty; `precision` is unknown; a score is not finite; the model has
+            another number of classes; or the memory runs out.
         KeyboardInterrupt: the evaluation was interrupted, for example by Ctrl-C.
     """
+    if not isinstance(images, Images) or not len(images):
+        raise BadInput(f"images must be a torchcaps.data.Images with at least one image; got {described(images)}")
+    if isinstance(model, Classifier):
+        preprocessing = preprocessing or model.preprocessing
+        model = model.model
     classes = getattr(model, "options", {}).get("num_classes", len(images.class_names))
     if classes != len(images.class_names):
         raise BadInput(

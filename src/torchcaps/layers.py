@@ -63,6 +63,9 @@ class TransformModule(nn.Module):
     if TYPE_CHECKING:
         __call__ = forward
 
+    def extra_repr(self) -> str:
+        return ", ".join(f"{letter}={size}" for letter, size in zip("KCJQN", self.transform.shape, strict=True))
+
     def _inputs(self, children: Capsules) -> tuple[Capsules, Tensor, RoutingMap]:
         """Return the children, the transform and the routing map for the rule."""
         raise NotImplementedError
@@ -239,7 +242,8 @@ class ConvCaps(CapsuleLayer):
         routing: Rule | Routing | str = "em",
     ) -> None:
         check_sizes(child_types=child_types, parent_types=parent_types, kernel_size=kernel_size)
-        size = columns_of(pose_size)
+        check_shape("pose_size", pose_size, "rows, columns")
+        size = pose_size[1]
         draw = partial(square_transforms_, std=initial_std, around_identity=around_identity)
         transform = torch.empty(kernel_size**2, child_types, parent_types, size, size)
         routing_map = RoutingMap.conv(child_grid, kernel_size, stride, padding)
@@ -295,7 +299,8 @@ class ClassCaps(CapsuleLayer):
             cure = ' on the meta device, without values: create it with device="cpu"' if is_meta else ""
             raise ValueError(f"coordinates must be [S, 2], row and column per site; got {described(coordinates)}{cure}")
         check_sizes(child_types=child_types, num_classes=num_classes)
-        size = columns_of(pose_size)
+        check_shape("pose_size", pose_size, "rows, columns")
+        size = pose_size[1]
         if add_coordinates and pose_size[0] == 1:
             vector_side(size)
         draw = partial(square_transforms_, std=initial_std, around_identity=around_identity)
@@ -323,12 +328,6 @@ class ClassCaps(CapsuleLayer):
         if self.add_coordinates:
             pose, transform = coordinate_addition(pose, transform, self.coordinates)
         return Capsules(pose, children.activation), transform, self.routing_map
-
-
-def columns_of(pose_size: Sequence[int]) -> int:
-    """Check that a pose size (rows, columns) consists of integers of at least 1, and return the number of columns."""
-    check_shape("pose_size", pose_size, "rows, columns")
-    return pose_size[1]
 
 
 def truncated_normal_(weights: Tensor, std: float, name: str = "initial_std") -> Tensor:
@@ -379,8 +378,7 @@ class SharedCaps(TransformModule):
         self.transform = nn.Parameter(torch.empty(1, 1, parent_types, child_pose_size, parent_pose_size))
         bound = (6 / (child_pose_size + parent_types * parent_pose_size)) ** 0.5
         self.initialise(partial(nn.init.uniform_, a=-bound, b=bound))
-        shape = LayerShape(1, 1, parent_types, (1, child_pose_size), (1, parent_pose_size))
-        self.routing = rule_for(routing, shape)
+        self.routing = rule_for(routing, LayerShape(1, 1, parent_types, (1, child_pose_size), (1, parent_pose_size)))
         self._map: RoutingMap | None = None
 
     def _map_of(self, sites: int, device: torch.device) -> RoutingMap:

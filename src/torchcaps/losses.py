@@ -12,13 +12,12 @@ from torch.nn import functional
 from torchcaps.capsules import check_labels, one_hot, wide
 from torchcaps.checks import (
     INTEGERS,
-    bounds,
     check_choice,
     check_not_negative,
     check_number,
     check_sizes,
+    check_values,
     described,
-    has_values,
 )
 from torchcaps.errors import BadInput
 
@@ -32,7 +31,8 @@ def margin_loss(
     positive_margin: float = 0.9,
     negative_margin: float = 0.1,
     negative_weight: float = 0.5,
-    weights: Float[Tensor, "B"] | None = None,
+    *,
+    sample_weights: Float[Tensor, "B"] | None = None,
 ) -> Float[Tensor, ""]:
     """Compute the margin loss on the lengths of the class capsules.
 
@@ -48,10 +48,10 @@ def margin_loss(
         positive_margin: m⁺, length above which a class in the sample has no loss, in (0, 1].
         negative_margin: m⁻, length below which a class not in the sample has no loss, in [0, 1).
         negative_weight: λ, weight of the loss of classes not in the sample, at least 0. Su 2018 uses 0.25.
-        weights: ``[B]``, factor of each sample's loss, at least 0.
+        sample_weights: ``[B]``, factor of each sample's loss, at least 0; for class weights, ``weights[target]``.
 
     Raises:
-        ValueError: ``scores``, ``target`` or ``weights`` does not have the documented shape; a score on a CPU is
+        ValueError: ``scores``, ``target`` or ``sample_weights`` does not have the documented shape; a score on a CPU is
             negative; a one-dimensional
             ``target`` is not an integer tensor with values in [0, classes); a two-dimensional ``target`` has a value
             outside [0, 1]; a weight is negative; or a margin or ``negative_weight`` is out of range.
@@ -71,10 +71,10 @@ def margin_loss(
     else:
         present = target.to(scores)
         _check_shape("target", present, scores.shape, "scores")
-        _check_values("target", present, 0.0, 1.0)
+        check_values("target", present, 0.0, 1.0)
     missing = (positive_margin - scores).clamp_min(0).square()
     false = (scores - negative_margin).clamp_min(0).square()
-    return _mean((present * missing + negative_weight * (1 - present) * false).sum(dim=1), weights)
+    return _mean((present * missing + negative_weight * (1 - present) * false).sum(dim=1), sample_weights)
 
 
 def reconstruction_loss(
@@ -117,7 +117,8 @@ def spread_loss(
     scores: Float[Tensor, "B classes"],
     target: Integer[Tensor, "B"],
     margin: float = 0.9,
-    weights: Float[Tensor, "B"] | None = None,
+    *,
+    sample_weights: Float[Tensor, "B"] | None = None,
 ) -> Float[Tensor, ""]:
     """Compute the spread loss: the target class should be more active than every other class by a margin.
 
@@ -132,12 +133,12 @@ def spread_loss(
         scores: ``[B, classes]``, activations of the class capsules, in [0, 1].
         target: class of each sample ``[B]``.
         margin: m, difference of activations above which a wrong class has no loss, in (0, 1].
-        weights: ``[B]``, factor of each sample's loss, at least 0.
+        sample_weights: ``[B]``, factor of each sample's loss, at least 0; for class weights, ``weights[target]``.
 
     Raises:
         ValueError: ``scores`` is not a tensor ``[B, classes]``; ``target`` is not an integer tensor ``[B]`` with values
-            in [0, classes); ``weights`` does not have the shape ``[B]``, or a weight is negative; or ``margin`` is out
-            of range.
+            in [0, classes); ``sample_weights`` does not have the shape ``[B]``, or a weight is negative; or ``margin``
+            is out of range.
 
     Example:
         >>> import torch
@@ -149,7 +150,7 @@ def spread_loss(
     target = _classes(target, scores)
     others = 1 - one_hot(target, scores.shape[1], "target").to(scores)
     of_target = scores.gather(1, target[:, None])
-    return _mean((others * (margin - (of_target - scores)).clamp_min(0).square()).sum(dim=1), weights)
+    return _mean((others * (margin - (of_target - scores)).clamp_min(0).square()).sum(dim=1), sample_weights)
 
 
 def spread_margin(schedule: Literal["linear", "official"], step: int, steps: int) -> float:
@@ -184,7 +185,8 @@ def cross_entropy(
     scores: Float[Tensor, "B classes"],
     target: Integer[Tensor, "B"],
     label_smoothing: float = 0.0,
-    weights: Float[Tensor, "B"] | None = None,
+    *,
+    sample_weights: Float[Tensor, "B"] | None = None,
 ) -> Float[Tensor, ""]:
     """Compute the softmax cross-entropy of logits, averaged over the batch.
 
@@ -192,21 +194,21 @@ def cross_entropy(
         scores: ``[B, classes]``, logits; or activations, which are then used as logits.
         target: class of each sample ``[B]``.
         label_smoothing: share of the target probability that is spread evenly over all classes, in [0, 1].
-        weights: ``[B]``, factor of each sample's loss, at least 0.
+        sample_weights: ``[B]``, factor of each sample's loss, at least 0; for class weights, ``weights[target]``.
 
     Raises:
         ValueError: ``scores`` is not a tensor ``[B, classes]``; ``target`` is not an integer tensor ``[B]`` with values
-            in [0, classes); ``weights`` does not have the shape ``[B]``, or a weight is negative; or
+            in [0, classes); ``sample_weights`` does not have the shape ``[B]``, or a weight is negative; or
             ``label_smoothing`` is out of range.
 
     Example:
         >>> import torch
-        >>> cross_entropy(torch.ones(2, 2), torch.tensor([0, 1]), weights=torch.tensor([2.0, 0.0]))
+        >>> cross_entropy(torch.ones(2, 2), torch.tensor([0, 1]), sample_weights=torch.tensor([2.0, 0.0]))
         tensor(0.6931)
     """
     _check_scores(scores)
     check_number("label_smoothing", label_smoothing, "[0, 1]")
-    reduction = "mean" if weights is None else "none"
+    reduction = "mean" if sample_weights is None else "none"
     return _mean(
         functional.cross_entropy(
             scores,
@@ -215,12 +217,15 @@ def cross_entropy(
             label_smoothing=label_smoothing,
             ignore_index=IGNORE_NONE,
         ),
-        weights,
+        sample_weights,
     )
 
 
 def activation_cross_entropy(
-    scores: Float[Tensor, "B classes"], target: Integer[Tensor, "B"], weights: Float[Tensor, "B"] | None = None
+    scores: Float[Tensor, "B classes"],
+    target: Integer[Tensor, "B"],
+    *,
+    sample_weights: Float[Tensor, "B"] | None = None,
 ) -> Float[Tensor, ""]:
     """Compute the cross-entropy of activations scaled to sum to 1: ``-log(a_t / Σ_k a_k)``, averaged over the batch.
 
@@ -231,12 +236,12 @@ def activation_cross_entropy(
     Arguments:
         scores: ``[B, classes]``, activations of the class capsules, in [0, 1].
         target: class of each sample ``[B]``.
-        weights: ``[B]``, factor of each sample's loss, at least 0.
+        sample_weights: ``[B]``, factor of each sample's loss, at least 0; for class weights, ``weights[target]``.
 
     Raises:
         ValueError: ``scores`` is not a tensor ``[B, classes]``, or has a negative value; ``target`` is not an integer
-            tensor ``[B]`` with values in [0, classes); or ``weights`` does not have the shape ``[B]``, or a weight is
-            negative. Only on CPUs are the scores checked for negative values.
+            tensor ``[B]`` with values in [0, classes); or ``sample_weights`` does not have the shape ``[B]``, or a
+            weight is negative. Only on CPUs are the scores checked for negative values.
 
     Example:
         >>> import torch
@@ -246,12 +251,15 @@ def activation_cross_entropy(
     _check_scores(scores)
     check_not_negative("scores", scores)
     logarithms = functional.normalize(wide(scores), p=1, dim=1).clamp_min(1e-12).log()
-    reduction, target = "mean" if weights is None else "none", _checked_classes(target, scores)
-    return _mean(functional.nll_loss(logarithms, target, reduction=reduction, ignore_index=IGNORE_NONE), weights)
+    reduction, target = "mean" if sample_weights is None else "none", _checked_classes(target, scores)
+    return _mean(functional.nll_loss(logarithms, target, reduction=reduction, ignore_index=IGNORE_NONE), sample_weights)
 
 
 def activation_logit_cross_entropy(
-    scores: Float[Tensor, "B classes"], target: Integer[Tensor, "B"], weights: Float[Tensor, "B"] | None = None
+    scores: Float[Tensor, "B classes"],
+    target: Integer[Tensor, "B"],
+    *,
+    sample_weights: Float[Tensor, "B"] | None = None,
 ) -> Float[Tensor, ""]:
     """Compute the softmax cross-entropy of the activations' logits ``log(a / (1 - a))``, averaged over the batch.
 
@@ -261,12 +269,12 @@ def activation_logit_cross_entropy(
     Arguments:
         scores: ``[B, classes]``, activations of the class capsules, in [0, 1].
         target: class of each sample ``[B]``.
-        weights: ``[B]``, factor of each sample's loss, at least 0.
+        sample_weights: ``[B]``, factor of each sample's loss, at least 0; for class weights, ``weights[target]``.
 
     Raises:
         ValueError: ``scores`` is not a tensor ``[B, classes]``, or has a negative value; ``target`` is not an integer
-            tensor ``[B]`` with values in [0, classes); or ``weights`` does not have the shape ``[B]``, or a weight is
-            negative. Only on CPUs are the scores checked for negative values.
+            tensor ``[B]`` with values in [0, classes); or ``sample_weights`` does not have the shape ``[B]``, or a
+            weight is negative. Only on CPUs are the scores checked for negative values.
 
     Example:
         >>> import torch
@@ -275,10 +283,10 @@ def activation_logit_cross_entropy(
     """
     _check_scores(scores)
     check_not_negative("scores", scores)
-    return cross_entropy(wide(scores).logit(eps=1e-6), target, weights=weights)
+    return cross_entropy(wide(scores).logit(eps=1e-6), target, sample_weights=sample_weights)
 
 
-def balanced_weights(labels: Integer[Tensor, " N"], num_classes: int) -> Float[Tensor, " classes"]:
+def balanced_class_weights(labels: Integer[Tensor, " N"], num_classes: int) -> Float[Tensor, " classes"]:
     """Compute one weight per class, inversely proportional to the number of images of the class.
 
     For N images, K classes and n_k images of class k, the weight of class k is N / (K n_k), as with
@@ -296,7 +304,7 @@ def balanced_weights(labels: Integer[Tensor, " N"], num_classes: int) -> Float[T
 
     Example:
         >>> import torch
-        >>> balanced_weights(torch.tensor([0, 0, 0, 1]), 2)
+        >>> balanced_class_weights(torch.tensor([0, 0, 0, 1]), 2)
         tensor([0.6667, 2.0000])
     """
     check_sizes(num_classes=num_classes)
@@ -343,8 +351,8 @@ def _mean(losses: Tensor, weights: Tensor | None) -> Tensor:
     """Multiply each loss by its weight, and divide the sum by the number of samples, not by the sum of the weights."""
     if weights is None:
         return losses.mean()
-    _check_shape("weights", weights, losses.shape, "the samples")
-    _check_values("weights", weights, 0.0, math.inf)
+    _check_shape("sample_weights", weights, losses.shape, "the samples")
+    check_values("sample_weights", weights, 0.0, math.inf)
     return (losses * weights.to(losses)).mean()
 
 
@@ -361,14 +369,6 @@ def _check_shape(name: str, tensor: Tensor, shape: torch.Size, owner: str) -> No
         raise ValueError(f"{name} must fit the shape {list(shape)} of {owner}; got {list(tensor.shape)}")
 
 
-def _check_values(name: str, tensor: Tensor, least: float, most: float) -> None:
-    if has_values(tensor) and tensor.numel():
-        low, high = bounds(tensor)
-        if low < least or high > most:
-            allowed = f"in [{least:g}, {most:g}]" if most < math.inf else f"at least {least:g}"
-            raise ValueError(f"{name} must be {allowed}; got {low:g} to {high:g}")
-
-
 LOSSES: dict[str, Callable[..., Tensor]] = {
     "margin": margin_loss,
     "cross_entropy": cross_entropy,
@@ -380,7 +380,7 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
 LOSSES_OF_ACTIVATIONS = ("margin", "spread", "activation_cross_entropy", "activation_logit_cross_entropy")
 """Losses that need scores in [0, 1]. The cross-entropy accepts all scores."""
 
-NOT_SETTINGS = ("scores", "target", "weights")
+NOT_SETTINGS = ("scores", "target", "sample_weights")
 """Arguments that the training loop passes to a loss. All other arguments of a loss are settings of a recipe."""
 
 __all__ = [
@@ -389,7 +389,7 @@ __all__ = [
     "NOT_SETTINGS",
     "activation_cross_entropy",
     "activation_logit_cross_entropy",
-    "balanced_weights",
+    "balanced_class_weights",
     "check_loss",
     "cross_entropy",
     "margin_loss",

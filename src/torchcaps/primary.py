@@ -18,14 +18,15 @@ class PrimaryCaps(nn.Module):
     In Sabour, Frosst & Hinton 2017, section 4, a pose is a squashed vector of ``pose_size`` *channels at one position*;
     its length is the activation. In Hinton, Sabour & Frosst 2018, section 4, a pose is a matrix, computed by a linear
     function from the features, and the activation is a sigmoid. For matrix capsules, use ``pose_size=(4, 4),
-    kernel_size=1, squash_form="none", activation="sigmoid", bias=False``.
+    kernel_size=1, activation="sigmoid", bias=False``.
 
     Arguments:
         in_channels: channels of the input feature map.
         types: number of capsule types per position (C).
         pose_size: length of a pose (Q), or its rows and columns (R, Q).
         kernel_size, stride, padding, bias: kernel size, stride, zero padding and bias of the convolution.
-        squash_form: how poses are squashed: ``sabour``, ``su``, ``exponential``, ``unit`` or ``none``.
+        squash_form: how poses are squashed: ``sabour``, ``su``, ``exponential``, ``unit`` or ``none``. None is
+            ``sabour`` if the activation is the length of the pose, and ``none`` if it is a sigmoid.
         activation: ``length`` of the pose, or ``sigmoid`` of the output of a second convolution.
         im2col: use `Im2colConv2d`, which computes the convolution as one matrix product and needs more memory.
         normalise: BatchNorm of the poses, and of the logits of a sigmoid activation: ``none`` (no BatchNorm), ``plain``
@@ -50,13 +51,14 @@ class PrimaryCaps(nn.Module):
         stride: int = 1,
         padding: int = 0,
         bias: bool = True,
-        squash_form: SquashForm = "sabour",
+        squash_form: SquashForm | None = None,
         activation: Literal["length", "sigmoid"] = "length",
         im2col: bool = False,
         normalise: Literal["none", "plain", "affine"] = "none",
     ) -> None:
         super().__init__()
         check_choice("activation", activation, ("length", "sigmoid"))
+        squash_form = squash_form or ("sabour" if activation == "length" else "none")
         check_choice("squash_form", squash_form, get_args(SquashForm))
         check_choice("normalise", normalise, ("none", "plain", "affine"))
         check_sizes(in_channels=in_channels, types=types, kernel_size=kernel_size, stride=stride)

@@ -1,8 +1,34 @@
-"""Memory of this process: available, used now, and peak."""
+"""Memory of this process: available, used now, and peak; control groups, which limit memory and cores on Linux."""
 
 import ctypes
 import sys
+from contextlib import suppress
+from itertools import product
 from pathlib import Path
+
+CONTROL_GROUPS = Path("/sys/fs/cgroup")
+"""Folder of all control groups. Containers and job systems use these groups to limit memory and cores."""
+MEMBERSHIP = Path("/proc/self/cgroup")
+"""File that lists the control groups of this process."""
+
+
+def control_groups(controller: str) -> list[Path]:
+    """Return the folders of the control groups of this process, with those that contain them, in versions 1 and 2.
+
+    Arguments:
+        controller: ``memory`` or ``cpu``.
+    """
+    try:
+        lines = MEMBERSHIP.read_text().splitlines()
+    except OSError:
+        return []
+    found: list[Path] = []
+    for _, controllers, path in (line.split(":", 2) for line in lines):
+        if not controllers or controller in controllers.split(","):
+            root = CONTROL_GROUPS / (controller if controllers else "")
+            inside = Path(path.strip("/"))
+            found += [root / inside, *(root / parent for parent in inside.parents)]
+    return found
 
 
 def free_memory() -> int | None:
@@ -12,12 +38,14 @@ def free_memory() -> int | None:
         free = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration):
         return None
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit, used = (group / "memory.max").read_text(), (group / "memory.current").read_text()
-        return free if limit.strip() == "max" else min(free, int(limit) - int(used))
-    except (OSError, ValueError):
-        return free
+    first_version = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+    versions = first_version, ("memory.max", "memory.current", "inactive_file")
+    for group, (limit, used, cache) in product(control_groups("memory"), versions):
+        with suppress(OSError, ValueError):  # ValueError: the limit is "max"
+            numbers = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            most, now = (int((group / name).read_text()) for name in (limit, used))
+            free = min(free, most - now + int(numbers.get(cache, 0)))  # the system frees this cache of files if needed
+    return free
 
 
 def keep_freed_memory() -> None:

@@ -206,9 +206,9 @@ class Recipe:
             )
         kinds = {name: kind for name, kind in kinds_of(LOSSES[self.loss]).items() if name not in NOT_SETTINGS}
         check_options(f"loss {self.loss}", self.loss_options, kinds)
-        if self.class_weights != "none" and "weights" not in kinds_of(LOSSES[self.loss]):
+        if self.class_weights != "none" and "sample_weights" not in kinds_of(LOSSES[self.loss]):
             raise BadInput(
-                f"class_weights is {self.class_weights!r}, but loss {self.loss} accepts no weights: set "
+                f"class_weights is {self.class_weights!r}, but loss {self.loss} has no argument sample_weights: set "
                 "class_weights=none"
             )
         preprocessing = self.preprocessing()

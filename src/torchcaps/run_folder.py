@@ -1,6 +1,7 @@
 """Read and write the files of a run, each atomically: recipe.json, image digests, metrics.csv and metrics.json."""
 
 import csv
+import errno
 import io
 import json
 import math
@@ -28,6 +29,8 @@ from torchcaps.options import NEWER, absent, check_kind, fits
 from torchcaps.recipe import Recipe
 
 LOCK = ".lock"
+WITHOUT_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+"""Errors with which a file system says that it has no locks."""
 MEASURED = ("train_loss", "validation_loss", "validation_accuracy_percent", "train_images_per_second", "seconds")
 """Columns of metrics.csv in runs of all versions."""
 DIGESTS = "image-digests.safetensors"
@@ -71,7 +74,7 @@ def read_run(folder: Path) -> Run:
     if not path.is_file():
         raise BadInput(f"{folder} has no recipe.json: give a run folder of `torchcaps train`")
     try:
-        content = {"test_evaluations": 0, **json.loads(path.read_text(encoding="utf-8"))}
+        content = {"test_evaluations": 0, **json.loads(path.read_text(encoding="utf-8-sig"))}
         for name, kind in Run.__annotations__.items():
             if name != "recipe":
                 check_kind(name, content[name], kind)
@@ -110,7 +113,8 @@ def locked(folder: Path) -> Iterator[None]:
     except Timeout as error:
         raise BadInput(f"another process is training in {folder}: wait until it ends, or use another --out") from error
     except OSError as error:
-        raise BadInput(f"{folder} cannot be written to ({error.strerror}): use another folder with --out") from error
+        problem = "has no file locks" if error.errno in WITHOUT_LOCKS else "cannot be written to"
+        raise BadInput(f"{folder} {problem} ({error.strerror}): use another folder with --out") from error
     try:
         yield
     finally:
@@ -304,7 +308,7 @@ def read_metrics(folder: Path) -> dict[str, Any]:
     """
     path = folder / "metrics.json"
     try:
-        metrics = dict(json.loads(path.read_text(encoding="utf-8")))
+        metrics = dict(json.loads(path.read_text(encoding="utf-8-sig")))
         split = metrics.setdefault("evaluated_split", "test")  # metrics.json of earlier versions has no such entry
         counts = [metrics[name] for name in (f"{split}_images", "epochs_planned", "test_evaluations")]
         counts.append(metrics.get("epochs", 0))
@@ -326,7 +330,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
     if not path.exists():
         return []
     try:
-        rows = list(csv.DictReader(io.StringIO(path.read_text(encoding="utf-8"), newline=""), strict=True))
+        rows = list(csv.DictReader(io.StringIO(path.read_text(encoding="utf-8-sig"), newline=""), strict=True))
         for number, row in enumerate(rows, start=1):
             if None in row or None in row.values() or int(row["epoch"]) != number:
                 raise ValueError(f"row {number} is incomplete")

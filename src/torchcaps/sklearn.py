@@ -325,7 +325,7 @@ def _train(
         total = 0.0
         for batch in torch.randperm(len(images), device="cpu").tensor_split([*starts][1:]):
             scores = network(images[batch].to(device)).scores
-            options = {} if weights is None else {"weights": weights[batch].to(device)}
+            options = {} if weights is None else {"sample_weights": weights[batch].to(device)}
             loss = LOSSES[recipe.loss](scores, labels[batch].to(device), **options)
             optimizer.zero_grad()
             loss.backward()

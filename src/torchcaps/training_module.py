@@ -22,7 +22,7 @@ from torchcaps.confusion import ConfusionMatrix
 from torchcaps.convolution import use_channels_last
 from torchcaps.data import Images
 from torchcaps.errors import BadInput, Diverged
-from torchcaps.losses import LOSSES, balanced_weights, reconstruction_loss, spread_margin
+from torchcaps.losses import LOSSES, balanced_class_weights, reconstruction_loss, spread_margin
 from torchcaps.pictures import save_reconstructions
 from torchcaps.recipe import Recipe, create_optimizer
 from torchcaps.routing import Rule
@@ -140,7 +140,7 @@ class TrainingModule(lightning.LightningModule):
     def loss_of_scores(self, scores: Tensor, labels: Tensor, options: dict[str, Any]) -> Tensor:
         """Compute the recipe's loss of a batch of scores, with the class weights."""
         if self.class_weights is not None:
-            options = {**options, "weights": self.class_weights[labels]}
+            options = {**options, "sample_weights": self.class_weights[labels]}
         return LOSSES[self.recipe.loss](scores, labels, **options)
 
     def scores(self, images: Tensor) -> Tensor:
@@ -361,7 +361,7 @@ def class_weights_of(recipe: Recipe, images: Images) -> Float[Tensor, " K"] | No
         return None
     if images.labels.ndim > 1:
         raise BadInput("class_weights is balanced, but each image shows several classes: set class_weights=none")
-    return balanced_weights(images.labels, len(images.class_names))
+    return balanced_class_weights(images.labels, len(images.class_names))
 
 
 def accuracy_percent(confusion: Int64[Tensor, "K K"]) -> Tensor:

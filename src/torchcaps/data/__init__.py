@@ -1,5 +1,6 @@
 """Load a named dataset or your own images as training, validation and test splits."""
 
+import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -241,7 +242,7 @@ def load_splits(
     check_source(name_or_folder, cache)
     known, table = name_or_folder in DATASETS, is_table(name_or_folder)
     folder = expanded(name_or_folder)
-    if not known and not table and not folder.is_dir():
+    if not known and not table and not os.path.isdir(folder):
         raise BadInput(
             f"{name_or_folder} is neither a dataset nor an existing folder or table: give an existing"
             f" path or the name of a dataset{nearest(name_or_folder, DATASETS)}"

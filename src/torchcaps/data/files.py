@@ -213,7 +213,7 @@ def read_json(path: Path, cure: str) -> Any:
         BadInput: the file cannot be read or is not valid JSON.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         raise unreadable(path, error, cure) from error
 

@@ -42,10 +42,10 @@ SPLITS = {"train": "train", "test": "test"} | dict.fromkeys(("validation", "vali
 def is_table(name: str) -> bool:
     """Return whether `name` stands for a table: a file, a folder of Parquet files, a saved dataset, or ``hf:NAME``."""
     path = expanded(name)
-    if name.startswith(HUB) or path.is_file():
+    if name.startswith(HUB) or os.path.isfile(path):
         return True
     saved = ("dataset_dict.json", "dataset_info.json")
-    return path.is_dir() and (any((path / file).is_file() for file in saved) or bool(_parquet_files(path)))
+    return os.path.isdir(path) and (any((path / file).is_file() for file in saved) or bool(_parquet_files(path)))
 
 
 def load_image_table(

@@ -11,12 +11,13 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torchcaps.attacks import Classifier, Loss, bim, fgsm, gradient_health
+from torchcaps.attacks import Loss, bim, fgsm, gradient_health
 from torchcaps.data import Images, Preprocessing
 from torchcaps.experiments.study import Outcome, Row, Study, part, percent, some
 from torchcaps.losses import spread_loss
 from torchcaps.recipe import Recipe
 
+ScoreFunction = Callable[[Tensor], Tensor]
 EPSILONS = (0.0, 0.01, 0.03, 0.1, 0.2, 0.5)
 TARGETED_EPSILON = 0.25
 """The ε at which the text of the paper reports the success of targeted attacks."""
@@ -33,12 +34,12 @@ UNTARGETED = {
 TARGETED = {("FGSM", "CNN"): "59", ("FGSM", "capsules"): "19", ("BIM", "CNN"): "84", ("BIM", "capsules"): "24"}
 
 
-def classifier(model: nn.Module, preprocessing: Preprocessing) -> Classifier:
+def classifier(model: nn.Module, preprocessing: Preprocessing) -> ScoreFunction:
     """Return a function of images in [0, 1] that preprocesses the images and returns the model's scores."""
     return lambda images: model(preprocessing.plain_of(images)).scores
 
 
-def accuracy(attacked: Classifier, images: Images, attack: Callable[[Tensor, Tensor], Tensor]) -> float:
+def accuracy(attacked: ScoreFunction, images: Images, attack: Callable[[Tensor, Tensor], Tensor]) -> float:
     """Return the accuracy on attacked images, in per cent."""
     right = []
     for pixels, labels in zip(images.pixels.split(100), images.labels.split(100), strict=True):
@@ -48,7 +49,7 @@ def accuracy(attacked: Classifier, images: Images, attack: Callable[[Tensor, Ten
 
 
 def measured(
-    model: nn.Module, preprocessing: Preprocessing, loss: Loss, images: Images, other: Classifier
+    model: nn.Module, preprocessing: Preprocessing, loss: Loss, images: Images, other: ScoreFunction
 ) -> dict[str, Any]:
     """Attack a network, and measure the gradients of its loss with respect to its input, the preprocessed images.
 
@@ -76,7 +77,7 @@ def measured(
     return found
 
 
-def success(target: Classifier, loss: Loss, images: Images, attack: Callable[..., Tensor], epsilon: float) -> float:
+def success(target: ScoreFunction, loss: Loss, images: Images, attack: Callable[..., Tensor], epsilon: float) -> float:
     """Return the percentage of targeted attacks after which the image is classified as the target class.
 
     Every image is attacked once for each wrong class.

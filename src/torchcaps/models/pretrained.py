@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import inspect
+import os
 import re
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
@@ -122,7 +123,7 @@ class Pretrained(nn.Module):
     def from_pretrained(
         cls: type[Network], source: str | Path, *, revision: str | None = None, token: str | None = None, **changes: Any
     ) -> Network:
-        """Load a saved network with all of its weights and options.
+        """Load a saved network with all of its weights and options, in evaluation mode.
 
         Arguments:
             source: a folder written by `save_pretrained` or `torchcaps train`, or a repository on the Hugging Face Hub
@@ -155,7 +156,7 @@ class Pretrained(nn.Module):
         model = _with_rules(cls, {**config.options, **changes}, weights, config.routing, changes.get("routing"), path)
         model._set_changes(changes)
         _set_weights(model, weights, folder / WEIGHTS)
-        return model
+        return model.eval()
 
     def _set_changes(self, changes: Mapping[str, Any]) -> None:
         """Set what ``changes`` of `from_pretrained` change in the saved rules. Some networks override this method."""
@@ -192,9 +193,9 @@ def local_folder(source: str | Path, revision: str | None = None, token: str | N
         BadInput: ``source`` is neither a folder nor a repository that can be downloaded.
     """
     folder = Path(source)
-    if folder.is_dir():
+    if os.path.isdir(folder):  # unlike Path.is_dir, also for names that are too long
         return folder
-    if folder.exists():
+    if os.path.exists(folder):
         raise BadInput(
             f"{source} is a file: give a run folder of `torchcaps train` or a folder of weights; to use the state_dict "
             "of another program, create the network and call its load_state_dict"

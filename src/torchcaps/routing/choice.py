@@ -70,6 +70,9 @@ class Routing:
         object.__setattr__(self, "name", name)
         object.__setattr__(self, "_options", tuple(sorted(options.items())))
 
+    def __init_subclass__(cls) -> None:
+        raise TypeError(f"{cls.__name__} cannot derive from Routing: derive routing rules from torchcaps.Rule")
+
     @property
     def options(self) -> dict[str, Any]:
         """The given options, as a new dictionary on every access."""
