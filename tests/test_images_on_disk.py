@@ -345,3 +345,18 @@ def test_the_cores_are_divided_among_the_devices(photos):
     assert default_workers(on_disk) == available_cores()
     assert default_workers(on_disk, devices=2) == max(1, available_cores() // 2)
     assert default_workers(on_disk, devices=1000) == 1
+
+
+def test_images_are_shown_without_being_decoded(tmp_path):
+    tree(tmp_path, count=10)
+    images = load_splits(str(tmp_path), cache="none").train
+    for path in map(Path, images.files.names):
+        path.unlink()
+    assert repr(images) == f"ImagesOnDisk({len(images)} images of 1×6×8, 2 classes)"
+
+
+def test_class_names_in_another_unicode_form_are_reported():
+    one, other = ({"class_names": ["Brot", name]} for name in ("K\xe4se", "Ka\u0308se"))
+    assert difference(one, other) == (
+        "the Unicode characters of the class names were 'Brot, K\\xe4se' and are now 'Brot, Ka\\u0308se'"
+    )

@@ -1,6 +1,7 @@
-"""Networks that `from_pretrained` could not create again are refused."""
+"""Networks that `from_pretrained` could not create again are refused, and others are uploaded."""
 
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ from torchcaps import (
     ROUTINGS,
     BadInput,
     CapsNet,
+    Classifier,
     MatrixCapsNet,
     PooledCNN,
+    Preprocessing,
     ResidualCapsNet,
     Routing,
     UniformRouting,
@@ -208,3 +211,31 @@ def test_a_network_that_lacks_a_layer_is_refused_with_the_cure(tmp_path):
     del network.trunk[8]
     with pytest.raises(BadInput, match=r"another layer trunk\.8 .*would be 'ReLU'\): undo the change of this layer"):
         network.save_pretrained(tmp_path)
+
+
+def test_networks_and_classifiers_are_uploaded_after_they_were_saved(monkeypatch):
+    uploaded = {}
+
+    class Api:
+        def __init__(self, token):
+            assert token == "secret"
+
+        def create_repo(self, repository, private, exist_ok):
+            uploaded[repository] = None
+            return f"https://hub/{repository}"
+
+        def upload_folder(self, repo_id, folder_path):
+            files = sorted(path.name for path in Path(folder_path).iterdir())
+            uploaded[repo_id] = Classifier.from_pretrained(folder_path) if "full" in repo_id else files
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Api)
+    network = CapsNet(**TINY)
+    assert network.push_to_hub("me/network", token="secret") == "https://hub/me/network"
+    assert uploaded["me/network"] == ["config.json", "model.safetensors"]
+    classifier = Classifier(network, ("a", "b", "c"), (1, 20, 20), Preprocessing())
+    assert classifier.push_to_hub("me/full", private=True, token="secret") == "https://hub/me/full"
+    assert uploaded["me/full"].class_names == ("a", "b", "c")
+    network.options["stem"] = 0
+    with pytest.raises(BadInput, match="cannot be saved"):
+        network.push_to_hub("me/broken", token="secret")
+    assert "me/broken" not in uploaded

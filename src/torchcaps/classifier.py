@@ -21,7 +21,7 @@ from torchcaps.data.images import checked_names
 from torchcaps.devices import clear_memory_errors
 from torchcaps.errors import BadInput, Diverged
 from torchcaps.models import MODELS
-from torchcaps.models.pretrained import CONFIG, Pretrained, local_folder, read_config
+from torchcaps.models.pretrained import CONFIG, Pretrained, local_folder, read_config, upload
 from torchcaps.options import NEWER, absent, check_kind, check_options, kinds_of
 
 OwnClassifier = TypeVar("OwnClassifier", bound="Classifier")
@@ -212,6 +212,19 @@ class Classifier:
             "resize": self.resize,
         }
         model.save_pretrained(folder, images=images)
+
+    def push_to_hub(self, repository: str, *, private: bool = False, token: str | None = None) -> str:
+        """Upload the classifier to the Hugging Face Hub and return the URL. `from_pretrained` loads it from there.
+
+        Arguments:
+            repository: ``"owner/name"``; created if it does not exist.
+            private: whether a new repository is private.
+            token: access token; the token of ``hf auth login`` by default.
+
+        Raises:
+            BadInput: the classifier cannot be saved, as for `save_pretrained`.
+        """
+        return upload(self.save_pretrained, repository, private, token)
 
     @classmethod
     def from_pretrained(

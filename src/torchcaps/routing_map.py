@@ -99,7 +99,7 @@ class RoutingMap:
         [[0, 0, 0], [1, 0, 1], [3, 0, 2], [4, 0, 3]]
     """
 
-    edges: Integer[Tensor, "E 3"]
+    edges: Integer[Tensor, "E 3"] = field(repr=False)
     child_sites: int
     parent_sites: int
     transforms: int

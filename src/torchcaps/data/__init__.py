@@ -183,7 +183,7 @@ CACHES = ("auto", "memory", "none")
 
 def load_splits(
     name_or_folder: str | Path,
-    data_dir: str | Path,
+    data_dir: str | Path = "data",
     *,
     validation_fraction: float = 0.1,
     validation_attribute: str = "",

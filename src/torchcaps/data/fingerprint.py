@@ -1,6 +1,7 @@
 """Compute checksums of the images of a run, to detect later whether the images have changed."""
 
 import hashlib
+import unicodedata
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -113,7 +114,10 @@ def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
         'the classes were cat, dog and are now cat, eel'
     """
     if before["class_names"] != now["class_names"]:
-        return f"the classes were {', '.join(before['class_names'])} and are now {', '.join(now['class_names'])}"
+        one, other = (", ".join(part["class_names"]) for part in (before, now))
+        if unicodedata.normalize("NFC", one) == unicodedata.normalize("NFC", other):  # macOS changes names to NFD
+            return f"the Unicode characters of the class names were {one!a} and are now {other!a}"
+        return f"the classes were {one} and are now {other}"
     for name in SPLITS:
         one, other = before[name], now[name]
         if one["images"] != other["images"]:

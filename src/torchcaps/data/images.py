@@ -31,7 +31,7 @@ def checked_names(class_names: Iterable[str]) -> tuple[str, ...]:
     return names
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Images:
     """Labelled images of one size, in memory.
 
@@ -82,6 +82,10 @@ class Images:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def __repr__(self) -> str:
+        shape, classes = "×".join(map(str, self.image_shape)), len(self.class_names)
+        return f"{type(self).__name__}({len(self)} images of {shape}, {classes} classes)"
 
     @property
     def image_shape(self) -> tuple[int, int, int]:

@@ -5,7 +5,7 @@ import hashlib
 import inspect
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from itertools import pairwise
 from pathlib import Path
@@ -164,19 +164,26 @@ class Pretrained(nn.Module):
     def push_to_hub(self, repository: str, *, private: bool = False, token: str | None = None) -> str:
         """Upload the network to the Hugging Face Hub and return the URL.
 
+        `Classifier.push_to_hub` also uploads the class names and the preprocessing of the images.
+
         Arguments:
             repository: ``"owner/name"``; created if it does not exist.
             private: whether a new repository is private.
             token: access token; the token of ``hf auth login`` by default.
         """
-        from huggingface_hub import HfApi
+        return upload(self.save_pretrained, repository, private, token)
 
+
+def upload(save: Callable[[str], object], repository: str, private: bool, token: str | None) -> str:
+    """Upload the files that a function writes to a folder to the Hugging Face Hub, and return the URL."""
+    from huggingface_hub import HfApi
+
+    with TemporaryDirectory() as folder:
+        save(folder)  # first of all, so that a network that cannot be saved leaves no empty repository
         api = HfApi(token=token)
         address = api.create_repo(repository, private=private, exist_ok=True)
-        with TemporaryDirectory() as folder:
-            self.save_pretrained(folder)
-            api.upload_folder(repo_id=repository, folder_path=folder)
-        return str(address)
+        api.upload_folder(repo_id=repository, folder_path=folder)
+    return str(address)
 
 
 def model_name(kind: type) -> str:
