@@ -239,3 +239,11 @@ def test_networks_and_classifiers_are_uploaded_after_they_were_saved(monkeypatch
     with pytest.raises(BadInput, match="cannot be saved"):
         network.push_to_hub("me/broken", token="secret")
     assert "me/broken" not in uploaded
+
+
+@pytest.mark.parametrize(("rule", "network"), [("dynamic", CapsNet), ("em", MatrixCapsNet)])
+def test_the_backend_of_one_machine_is_not_saved(rule, network, tmp_path):
+    options = TINY if network is CapsNet else {"image_shape": (1, 20, 20), "widths": (4, 2, 3, 3)}
+    network(**options, routing=Routing(rule, backend="reference", iterations=1)).save_pretrained(tmp_path)
+    routing = network.from_pretrained(tmp_path).class_capsules.routing
+    assert (routing.backend, routing.iterations) == ("auto", 1)

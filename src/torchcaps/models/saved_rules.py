@@ -31,9 +31,15 @@ def layer_rules(model: nn.Module) -> dict[str, Rule]:
 
 
 def _described(rule: Rule) -> dict[str, Any] | None:
-    """Return the rule's name in `ROUTINGS` and its options; None if the rule is not in `ROUTINGS`."""
+    """Return the rule's name in `ROUTINGS` and its options; None if the rule is not in `ROUTINGS`.
+
+    A saved network has the backend ``auto``, because other machines may lack the kernels.
+    """
     name = registered_name(type(rule), ROUTINGS)
-    return None if name is None else {"rule": name, "options": plain_options(name, rule.saved_options)}
+    if name is None:
+        return None
+    options = plain_options(name, rule.saved_options)
+    return {"rule": name, "options": {**options, "backend": "auto"} if "backend" in options else options}
 
 
 def saved_rules(model: nn.Module) -> dict[str, Any]:
