@@ -79,10 +79,24 @@ def test_a_file_system_without_locks_is_named(number, tmp_path, monkeypatch):
         pass
 
 
-def test_several_processes_need_a_script():
-    script = "from torchcaps.environment import check_variables; check_variables(1); check_variables(2)"
+def test_files_of_control_groups_that_cannot_be_parsed_are_ignored(groups, tmp_path):
+    unlimited, cores = free_memory(), available_cores()
+    (tmp_path / "membership").write_bytes(b"\n3:cpu\n0::/\xff\n")
+    write(groups, memory__max=50 * MIB, memory__current=40 * MIB, cpu__max="5 0")
+    assert (free_memory(), available_cores()) == (10 * MIB, cores)
+    write(groups, memory__stat="inactive_file\n")
+    assert free_memory() == 10 * MIB
+    write(groups, memory__max="some", cpu__max="1")
+    assert free_memory() == pytest.approx(unlimited, rel=0.2)
+
+
+def test_several_processes_need_a_script(tmp_path):
+    script = "from torchcaps.environment import prepare_processes; prepare_processes(1); prepare_processes(2)"
     for words, given in ((["-c", script], None), (["-"], script)):
         done = subprocess.run(
             [sys.executable, *words], input=given, env=ENVIRONMENT, capture_output=True, text=True, check=False
         )
         assert "BadInput: devices must be 1 in an interactive session and in python -c; got 2" in done.stderr
+    (tmp_path / "script.py").write_text(f"import os; os.chdir('/'); {script}")
+    words = [sys.executable, "script.py"]
+    assert subprocess.run(words, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, check=True).stderr == b""

@@ -82,13 +82,15 @@ def test_weights_trained_with_another_standardise_cause_a_warning(call, finished
         assert error.count(f"was trained with standardise=none, but capsnet-mnist has standardise={value}") == said
 
 
-def test_weights_trained_with_another_resize_cause_a_warning(call, finished, images, tmp_path):
-    size = ("--set", "data.image_size=[20,24]")
-    for resize, said in (("stretch", 0), ("pad", 1)):
-        words = (*size, "--set", f"data.resize={resize}", "--from", finished[0], "--dry-run")
-        code, _, error = train(call, images, tmp_path / "run", *words)
+def test_weights_trained_with_another_resize_cause_a_warning(call, run, images, tmp_path):
+    config = json.loads((run / "config.json").read_text())
+    for before, now, said in (("stretch", "pad", 0), ("pad", "pad", 0), ("pad", "stretch", 1)):
+        config["images"]["resize"] = before
+        (run / "config.json").write_text(json.dumps(config))
+        words = ("--set", "data.image_size=[20,24]", "--set", f"data.resize={now}", "--from", run, "--dry-run")
+        code, _, error = train(call, images, tmp_path / "run2", *words)
         assert code == 0
-        assert error.count("was trained with data.resize=stretch, but capsnet-mnist has data.resize=pad") == said
+        assert error.count("was trained with data.resize=pad, but capsnet-mnist has data.resize=stretch") == said
 
 
 def test_weights_trained_with_another_routing_rule_cause_a_warning(call, finished, images, tmp_path):

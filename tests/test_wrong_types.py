@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+import torchcaps
 from test_run_folder import SPLITS, tiny
 from torchcaps import (
     BadInput,
@@ -16,6 +17,8 @@ from torchcaps import (
     PooledCNN,
     PoseNorm,
     Preprocessing,
+    PrimaryCaps,
+    Routing,
     RoutingMap,
     Rule,
     UniformRouting,
@@ -27,6 +30,7 @@ from torchcaps import (
 )
 from torchcaps.attacks import fgsm, gradient_health
 from torchcaps.data import Images, cut_by
+from torchcaps.evaluation import evaluate
 from torchcaps.losses import (
     activation_cross_entropy,
     activation_logit_cross_entropy,
@@ -50,6 +54,7 @@ def test_class_names_are_strings_in_the_order_of_the_labels():
         ((0, 1, 2), "class_names must be strings; got 0: convert it with str"),
         ({"cat", "dog", "eel"}, "class_names must be a list or tuple of strings; got set"),
         ("abc", "class_names must be a list or tuple of strings; got str 'abc'"),
+        ({"dog": 1, "cat": 0, "eel": 2}, "class_names must be a list or tuple of strings; got dict"),
     ):
         refused(message, Images, PIXELS, LABELS, names)
         refused(message, Classifier, PooledCNN((1, 14, 14), 3), names, (1, 14, 14), Preprocessing())
@@ -169,6 +174,45 @@ def test_layers_refuse_other_types():
     refused("pose must have a floating-point dtype", coordinate_addition, pose.long(), matrix, place)
     refused("transform must have 5 dimensions", coordinate_addition, pose, matrix[0], place)
     refused(r"coordinates must be \[S, 2\] = \[3, 2\]; got \[2, 2\]", coordinate_addition, pose, matrix, place[:2])
+
+
+def test_layers_show_their_sizes_and_modules_are_attributes_of_the_package():
+    layer = CapsuleLayer(RoutingMap.dense(6), torch.randn(6, 4, 10, 8, 16), "uniform")
+    assert "K=6, C=4, J=10, Q=8, N=16" in repr(layer)
+    assert repr(layer.routing_map) == "RoutingMap(child_sites=6, parent_sites=1, transforms=6, parent_grid=(1, 1))"
+    assert torchcaps.losses.margin_loss is margin_loss
+    for name in ("nonsense", "foo.bar", "losses.x", "_cpu"):
+        assert not hasattr(torchcaps, name)
+    with pytest.raises(TypeError, match=r"Own cannot derive from Routing: derive routing rules from torchcaps\.Rule"):
+        type("Own", (Routing,), {})
+
+
+def test_primary_capsules_squash_poses_only_if_their_length_is_the_activation():
+    forms = [PrimaryCaps(1, 2, (2, 2), 3, activation=activation).squash_form for activation in ("length", "sigmoid")]
+    assert forms == ["sabour", "none"]
+    for wrong in ("", 0):
+        refused("squash_form must be one of sabour, su", PrimaryCaps, 1, 2, (2, 2), 3, squash_form=wrong)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_classifier_is_evaluated_with_its_preprocessing_on_images_that_fit_it():
+    torch.manual_seed(0)
+    network, names = PooledCNN((1, 14, 14), 3), ("cat", "dog", "eel")
+    classifier = Classifier(network, names, (1, 16, 16), Preprocessing(crop=14, standardise="last"))
+    pixels = torch.randint(0, 256, (3, 1, 16, 16), dtype=torch.uint8)
+    found = evaluate(classifier, Images(pixels, LABELS, names), precision="float32")
+    torch.testing.assert_close(found.scores, classifier.predict(pixels).scores)
+    swapped = Images(pixels, LABELS, names[::-1])
+    refused("class_names of the images is .* in the classifier", evaluate, classifier, swapped)
+    small = Images(pixels[..., :14, :14], LABELS, names)
+    refused(r"image_shape of the images is \(1, 14, 14\), but \(1, 16, 16\)", evaluate, classifier, small)
+    empty = Images(pixels, LABELS, names).subset([])
+    refused(r"images must be .*; got Images\(0 images of 1×16×16, 3 classes\)", evaluate, classifier, empty)
+
+
+def test_a_loaded_network_is_in_evaluation_mode(tmp_path):
+    PooledCNN((1, 14, 14), 3).train().save_pretrained(tmp_path)
+    assert not any(module.training for module in PooledCNN.from_pretrained(tmp_path).modules())
 
 
 def test_the_seed_of_a_split_by_attribute_is_checked():

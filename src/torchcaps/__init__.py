@@ -149,7 +149,7 @@ if not TYPE_CHECKING:  # otherwise type checkers would accept every misspelled n
     def __getattr__(name: str) -> Any:
         """Import each public name and module on first use, so that the command line starts without loading torch."""
         if name not in _MODULE_OF:
-            if name.startswith("_") or find_spec(f"torchcaps.{name}") is None:
+            if not name.isidentifier() or name.startswith("_") or find_spec(f"torchcaps.{name}") is None:
                 raise AttributeError(f"module 'torchcaps' has no attribute {name!r}")
             return import_module(f"torchcaps.{name}")
         value = getattr(import_module(f"torchcaps.{_MODULE_OF[name]}"), name)

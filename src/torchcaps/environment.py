@@ -70,14 +70,10 @@ def check_ranks() -> None:
 def check_variables(devices: int) -> None:
     """Check that no environment variable makes Lightning expect processes that nobody has started.
 
-    If several processes are to be started, the variable `LAUNCHER` is set for them.
-
     Raises:
-        BadInput: RANK or LOCAL_RANK is set, but neither `torchrun` nor a training has started this process; or several
-            processes are to be started, but this process does not run a script.
+        BadInput: RANK or LOCAL_RANK is set, but neither `torchrun` nor a training has started this process.
     """
-    own = str(os.getpid())
-    if under_torchrun() or _LAUNCHED or os.environ.get(LAUNCHER) == own:
+    if under_torchrun() or _LAUNCHED or os.environ.get(LAUNCHER) == str(os.getpid()):
         return
     for name in ("RANK", "LOCAL_RANK"):
         if os.environ.get(name, "0") != "0" or (name in os.environ and devices > 1):
@@ -85,13 +81,24 @@ def check_variables(devices: int) -> None:
                 f"the environment variable {name} is set, but torchrun has not started this process: unset {name}, or "
                 "start the training with torchrun"
             )
-    if devices > 1:
-        if getattr(sys.modules["__main__"], "__spec__", None) is None and not os.path.isfile(sys.argv[0]):
-            raise BadInput(
-                f"devices must be 1 in an interactive session and in python -c; got {devices}: save the program as a "
-                "script, which the other processes can run, or start it with torchrun"
-            )
-        os.environ[LAUNCHER] = own
+
+
+def prepare_processes(devices: int) -> None:
+    """Check that this process runs a script or a module, which further processes can run too; set `LAUNCHER` for them.
+
+    Raises:
+        BadInput: `devices` is above 1, but this process runs no script, and `torchrun` has not started it.
+    """
+    if devices == 1 or under_torchrun() or _LAUNCHED:
+        return
+    main = sys.modules["__main__"]
+    runs_file = getattr(main, "__spec__", None) is not None or os.path.isfile(getattr(main, "__file__", None) or "")
+    if hasattr(sys, "ps1") or not runs_file:
+        raise BadInput(
+            f"devices must be 1 in an interactive session and in python -c; got {devices}: save the program as a "
+            "script, which the other processes can run, or start it with torchrun"
+        )
+    os.environ[LAUNCHER] = str(os.getpid())
 
 
 def environment() -> dict[str, Any]:
@@ -147,7 +154,7 @@ def available_cores() -> int:
         for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
             with suppress(OSError, ValueError):  # ValueError: there is no limit
                 quota, period = map(int, " ".join((group / name).read_text() for name in names).split())
-                cores = min(cores, math.ceil(quota / period)) if quota > 0 else cores
+                cores = min(cores, math.ceil(quota / period)) if quota > 0 and period > 0 else cores
     return cores
 
 

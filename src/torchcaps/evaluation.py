@@ -83,13 +83,17 @@ def evaluate(
         loss: name of the loss of the training, for the calibration error (see `torchcaps.scores.probabilities`).
 
     Raises:
-        BadInput: `images` is not an `Images` or is empty; `precision` is unknown; a score is not finite; the model has
-            another number of classes; or the memory runs out.
+        BadInput: `images` is not an `Images` or is empty, or does not fit the classifier or the model's number of
+            classes; `precision` is unknown; a score is not finite; or the memory runs out.
         KeyboardInterrupt: the evaluation was interrupted, for example by Ctrl-C.
     """
     if not isinstance(images, Images) or not len(images):
-        raise BadInput(f"images must be a torchcaps.data.Images with at least one image; got {described(images)}")
+        got = images if isinstance(images, Images) else described(images)
+        raise BadInput(f"images must be a torchcaps.data.Images with at least one image; got {got}")
     if isinstance(model, Classifier):
+        for name, expected in (("class_names", model.class_names), ("image_shape", model.image_shape)):
+            if tuple(getattr(images, name)) != tuple(expected):
+                raise BadInput(f"{name} of the images is {getattr(images, name)}, but {expected} in the classifier")
         preprocessing = preprocessing or model.preprocessing
         model = model.model
     classes = getattr(model, "options", {}).get("num_classes", len(images.class_names))

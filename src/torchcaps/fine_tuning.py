@@ -63,13 +63,14 @@ def load_matching(model: nn.Module, recipe: Recipe, class_names: Sequence[str]) 
         raise BadInput(f"{source} has no weights that fit the model of {recipe.name}: use other weights{cure}")
     images = saved.images or {}
     preprocessed = images.get("preprocessing")
-    standardised = preprocessed.get("standardise") if isinstance(preprocessed, Mapping) else recipe.standardise
-    resized = images.get("resize", "stretch") if recipe.data not in DATASETS else "stretch"
+    standardised = preprocessed.get("standardise") if isinstance(preprocessed, Mapping) else None
+    resized = images.get("resize") if recipe.data not in DATASETS else None
     for key, before, now in (
         ("standardise", standardised, recipe.standardise),
-        ("data.resize", resized, recipe.data_options.get("resize", "stretch")),
+        # Images that were not resized are saved with "stretch" too.
+        ("data.resize", None if resized == "stretch" else resized, recipe.data_options.get("resize", "stretch")),
     ):
-        if before != now:
+        if before not in (None, now):
             warnings.warn(
                 f"{source} was trained with {key}={before}, but {recipe.name} has {key}={now}, so the network receives "
                 f"other pixel values than before: add --set {key}={before} to avoid this",

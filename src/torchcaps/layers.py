@@ -64,7 +64,7 @@ class TransformModule(nn.Module):
         __call__ = forward
 
     def extra_repr(self) -> str:
-        return ", ".join(f"{letter}={size}" for letter, size in zip("KCJQN", self.transform.shape, strict=True))
+        return ", ".join(f"{letter}={size}" for letter, size in zip("KCJQN", self.transform.shape, strict=False))
 
     def _inputs(self, children: Capsules) -> tuple[Capsules, Tensor, RoutingMap]:
         """Return the children, the transform and the routing map for the rule."""

@@ -52,9 +52,9 @@ def margin_loss(
 
     Raises:
         ValueError: ``scores``, ``target`` or ``sample_weights`` does not have the documented shape; a score on a CPU is
-            negative; a one-dimensional
-            ``target`` is not an integer tensor with values in [0, classes); a two-dimensional ``target`` has a value
-            outside [0, 1]; a weight is negative; or a margin or ``negative_weight`` is out of range.
+            negative; a one-dimensional ``target`` is not an integer tensor with values in [0, classes); a
+            two-dimensional ``target`` has a value outside [0, 1]; a weight is negative; or a margin or
+            ``negative_weight`` is out of range.
 
     Example:
         >>> import torch

@@ -87,7 +87,7 @@ def publish(run: Path, folder: Path) -> Path:
         raise BadInput(f"{folder} is the folder of a run: give another folder for the weights")
     if others := [name for name in ("README.md", CONFIG) if (folder / name).exists()]:
         try:
-            config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+            config = json.loads((folder / CONFIG).read_text(encoding="utf-8-sig"))
         except (OSError, ValueError, RecursionError):
             config = None
         if not isinstance(config, dict) or not {"format", "model"} <= config.keys():

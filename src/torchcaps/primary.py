@@ -58,7 +58,8 @@ class PrimaryCaps(nn.Module):
     ) -> None:
         super().__init__()
         check_choice("activation", activation, ("length", "sigmoid"))
-        squash_form = squash_form or ("sabour" if activation == "length" else "none")
+        if squash_form is None:
+            squash_form = "sabour" if activation == "length" else "none"
         check_choice("squash_form", squash_form, get_args(SquashForm))
         check_choice("normalise", normalise, ("none", "plain", "affine"))
         check_sizes(in_channels=in_channels, types=types, kernel_size=kernel_size, stride=stride)

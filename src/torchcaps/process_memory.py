@@ -19,11 +19,11 @@ def control_groups(controller: str) -> list[Path]:
         controller: ``memory`` or ``cpu``.
     """
     try:
-        lines = MEMBERSHIP.read_text().splitlines()
+        lines = MEMBERSHIP.read_text(errors="surrogateescape").split("\n")
     except OSError:
         return []
     found: list[Path] = []
-    for _, controllers, path in (line.split(":", 2) for line in lines):
+    for _, controllers, path in (line.split(":", 2) for line in lines if line.count(":") >= 2):
         if not controllers or controller in controllers.split(","):
             root = CONTROL_GROUPS / (controller if controllers else "")
             inside = Path(path.strip("/"))
@@ -41,10 +41,13 @@ def free_memory() -> int | None:
     first_version = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
     versions = first_version, ("memory.max", "memory.current", "inactive_file")
     for group, (limit, used, cache) in product(control_groups("memory"), versions):
+        cached = 0  # the system frees this cache of files if needed
+        with suppress(OSError, ValueError):
+            lines = (group / "memory.stat").read_text().splitlines()
+            cached = int(next((line.split()[1] for line in lines if line.startswith(f"{cache} ")), 0))
         with suppress(OSError, ValueError):  # ValueError: the limit is "max"
-            numbers = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
             most, now = (int((group / name).read_text()) for name in (limit, used))
-            free = min(free, most - now + int(numbers.get(cache, 0)))  # the system frees this cache of files if needed
+            free = min(free, most - now + cached)
     return free
 
 

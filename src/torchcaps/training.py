@@ -39,7 +39,7 @@ from torchcaps.devices import (
     reproducible,
 )
 from torchcaps.early_stopping import EarlyStopping
-from torchcaps.environment import first_process, is_terminal, processes
+from torchcaps.environment import first_process, is_terminal, prepare_processes, processes
 from torchcaps.errors import BadInput, first_line
 from torchcaps.evaluation import NO_FOLDER, OwnHandler, accuracy_on, clear_errors, cluster
 from torchcaps.fine_tuning import load_matching
@@ -136,6 +136,7 @@ def fit(
     check_devices(devices, recipe)
     check_logger(logger)
     check_shares(splits, devices)
+    prepare_processes(devices)
     module = new_module(recipe, splits, module_class, devices)
     recipe = module.recipe
     workers = default_workers(splits.train, processes(devices)[0]) if workers is None else workers

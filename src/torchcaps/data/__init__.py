@@ -315,7 +315,7 @@ def load_test_images(
     if is_table(folder_or_table):
         images = list_table(folder_or_table, image_column, label_column, least=1)
         chosen = images.rows.get("test")
-    elif folder.is_dir():
+    elif os.path.isdir(folder):
         has_test = (folder / "test").is_dir() and bool(folders_in(folder / "test"))
         images = list_folder(folder / "test" if has_test else folder, least=1)
         chosen = torch.arange(len(images.labels), device="cpu") if has_test else None

@@ -6,6 +6,7 @@ import re
 import unicodedata
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -132,8 +133,9 @@ def read_list(
     size = target_size(image_size, resize)
     check_colour(channels)
     remarks = list(images.remarks)
+    used = torch.cat([*splits]).sort().values.tolist()
     if cache == "auto":
-        needed, free = _decoded_bytes(images.source, channels, size) * processes, free_memory()
+        needed, free = _decoded_bytes(images.source, used, channels, size) * processes, free_memory()
         cache = "memory"
         if free is not None and needed > SHARE * free:
             cache = "none"
@@ -143,7 +145,6 @@ def read_list(
                 " --cache memory or a smaller data.image_size to hold them in memory"
             )
     digests = np.zeros(len(images.source), np.uint64)
-    used = torch.cat([*splits]).sort().values.tolist()
     indices = tracked(used, "reading images", len(images.source)) if progress else used
     if cache == "memory":
         decoded = _each_read(images.source, indices, digests, partial(decode, channels=channels, size=size))
@@ -194,14 +195,14 @@ def remarks_on_names(name: str, class_names: Sequence[str], cure: str) -> Iterat
             yield f"{name} has the class {one!a}, like a missing value: remove its images if they have no class"
 
 
-def _decoded_bytes(source: Source, channels: int | None, size: Size | None) -> int:
-    """Estimate the memory that the decoded images take, from the header of the first image; 0 if it cannot be read."""
-    try:
-        first = header(source.read(0), source.name(0))
-    except BadInput:  # reading all images names this image and all others that cannot be read
-        return 0
-    height, width = size[:2] if size else (first.height, first.width)
-    return len(source) * (channels or 3) * height * width
+def _decoded_bytes(source: Source, used: Sequence[int], channels: int | None, size: Size | None) -> int:
+    """Estimate the memory that the decoded images take, from the header of the first image that can be read."""
+    for index in used:
+        with suppress(BadInput):
+            first = header(source.read(index), source.name(index))
+            height, width = size[:2] if size else (first.height, first.width)
+            return len(source) * (channels or 3) * height * width
+    return 0
 
 
 def _each_read(

@@ -18,9 +18,9 @@ def checked_names(class_names: Iterable[str]) -> tuple[str, ...]:
     """Check that class names are strings in a fixed order, and return them as a tuple.
 
     Raises:
-        BadInput: ``class_names`` is a single string or a set, or a name is not a string.
+        BadInput: ``class_names`` is a single string, a set or a mapping, or a name is not a string.
     """
-    if isinstance(class_names, str | set | frozenset) or not isinstance(class_names, Iterable):
+    if isinstance(class_names, str | set | frozenset | Mapping) or not isinstance(class_names, Iterable):
         raise BadInput(
             f"class_names must be a list or tuple of strings; got {described(class_names)}: list the names in the "
             "order of the labels"
