@@ -84,7 +84,7 @@ def test_files_of_control_groups_that_cannot_be_parsed_are_ignored(groups, tmp_p
     (tmp_path / "membership").write_bytes(b"\n3:cpu\n0::/\xff\n")
     write(groups, memory__max=50 * MIB, memory__current=40 * MIB, cpu__max="5 0")
     assert (free_memory(), available_cores()) == (10 * MIB, cores)
-    write(groups, memory__stat="inactive_file\n")
+    write(groups, memory__stat="inactive_file \n")
     assert free_memory() == 10 * MIB
     write(groups, memory__max="some", cpu__max="1")
     assert free_memory() == pytest.approx(unlimited, rel=0.2)

@@ -93,7 +93,10 @@ def evaluate(
     if isinstance(model, Classifier):
         for name, expected in (("class_names", model.class_names), ("image_shape", model.image_shape)):
             if tuple(getattr(images, name)) != tuple(expected):
-                raise BadInput(f"{name} of the images is {getattr(images, name)}, but {expected} in the classifier")
+                raise BadInput(
+                    f"{name} of the images is {getattr(images, name)}, but {expected} in the classifier: evaluate "
+                    "images that fit the classifier"
+                )
         preprocessing = preprocessing or model.preprocessing
         model = model.model
     classes = getattr(model, "options", {}).get("num_classes", len(images.class_names))

@@ -44,7 +44,7 @@ def free_memory() -> int | None:
         cached = 0  # the system frees this cache of files if needed
         with suppress(OSError, ValueError):
             lines = (group / "memory.stat").read_text().splitlines()
-            cached = int(next((line.split()[1] for line in lines if line.startswith(f"{cache} ")), 0))
+            cached = int(next((line.partition(" ")[2] for line in lines if line.startswith(f"{cache} ")), 0))
         with suppress(OSError, ValueError):  # ValueError: the limit is "max"
             most, now = (int((group / name).read_text()) for name in (limit, used))
             free = min(free, most - now + cached)

@@ -39,8 +39,8 @@ class SavedConfig(NamedTuple):
         options: all constructor arguments except ``routing``.
         routing: for each layer that has a rule, the name of the rule in `ROUTINGS` and the options of the rule.
         weights_sha256: SHA-256 checksum of model.safetensors, in hexadecimal.
-        images: shape and preprocessing of the images, and names of the classes, as saved by `Classifier`; None if the
-            network was saved without this information.
+        images: shape, resizing and preprocessing of the images, and names of the classes, as saved by `Classifier`;
+            None if the network was saved without this information.
     """
 
     format: int
