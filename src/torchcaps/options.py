@@ -1,5 +1,6 @@
 """Checks of named options, which come from JSON files, from the command line or from calls of constructors."""
 
+import functools
 import inspect
 import json
 import math
@@ -70,6 +71,11 @@ def kinds_of(function: Callable[..., Any]) -> dict[str, Any]:
     An option without annotation has the type of its default if the default is a number, a string, true or false. The
     option ``routing`` is an exception: its default can be a name, but it also accepts a `Routing`.
     """
+    return dict(_kinds_of(function))
+
+
+@functools.lru_cache(maxsize=256)
+def _kinds_of(function: Callable[..., Any]) -> dict[str, Any]:
     # The fields of a NamedTuple are annotated in the class, not in __init__.
     constructed = isinstance(function, type) and not issubclass(function, tuple)
     annotated = get_type_hints(function.__init__ if constructed else function)
