@@ -15,8 +15,8 @@ from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
 from torchcaps.checks import check_choice, check_integer, check_shape, described
-from torchcaps.data import Preprocessing, read_image
-from torchcaps.data.image_file import Resize
+from torchcaps.data import Preprocessing
+from torchcaps.data.image_file import Resize, read_for_network
 from torchcaps.data.images import checked_names
 from torchcaps.devices import clear_memory_errors
 from torchcaps.errors import BadInput, Diverged
@@ -373,7 +373,7 @@ class Classifier:
             return self.preprocessing.plain(image[None]).to(weights)
         if not isinstance(image, str | Path):
             raise BadInput(f"image must be a path, or pixels [C, H, W]; got {described(image)}")
-        return self.preprocessing.plain(self._read(Path(image))[None]).to(weights)
+        return self.preprocessing.plain(self._read_all([Path(image)])).to(weights)
 
     def _checked(self, pixels: Tensor) -> Tensor:
         if pixels.dtype != torch.uint8 or pixels.shape[1:] != self.image_shape:
@@ -385,9 +385,4 @@ class Classifier:
         return pixels
 
     def _read_all(self, paths: Sequence[Path]) -> Tensor:
-        return torch.stack([self._read(path) for path in paths])
-
-    def _read(self, path: Path) -> Tensor:
-        """Read and resize an image file. A network for stereo pairs gets the same image in both channels."""
-        channels, height, width = self.image_shape
-        return read_image(path, 3 if channels == 3 else 1, (height, width), self.resize).expand(channels, -1, -1)
+        return torch.stack([read_for_network(path, self.image_shape, self.resize) for path in paths])

@@ -3,12 +3,13 @@
 import json
 import re
 import shlex
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torchcaps.classifier import Classifier
-from torchcaps.data.files import atomically
+from torchcaps.data.files import atomically, read_json
 from torchcaps.decoder import has_optional_decoder
 from torchcaps.errors import BadInput, printable, unreadable
 from torchcaps.models.pretrained import CONFIG
@@ -86,10 +87,9 @@ def publish(run: Path, folder: Path) -> Path:
     if (folder / "recipe.json").exists():
         raise BadInput(f"{folder} is the folder of a run: give another folder for the weights")
     if others := [name for name in ("README.md", CONFIG) if (folder / name).exists()]:
-        try:
-            config = json.loads((folder / CONFIG).read_text(encoding="utf-8-sig"))
-        except (OSError, ValueError, RecursionError):
-            config = None
+        config = None
+        with suppress(BadInput):
+            config = read_json(folder / CONFIG, "")
         if not isinstance(config, dict) or not {"format", "model"} <= config.keys():
             raise BadInput(
                 f"{folder / others[0]} does not belong to a network of torchcaps and would be replaced: give another "

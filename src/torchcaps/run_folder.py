@@ -3,7 +3,6 @@
 import csv
 import errno
 import io
-import json
 import math
 import re
 import warnings
@@ -21,7 +20,7 @@ from torch import nn
 
 from torchcaps.checkpoints import load_best, load_last
 from torchcaps.data import Splits, difference, fingerprint
-from torchcaps.data.files import atomically, write_json
+from torchcaps.data.files import atomically, read_json, write_json
 from torchcaps.data.fingerprint import SPLITS
 from torchcaps.environment import ENTRIES, changed_environment, environment
 from torchcaps.errors import BadInput, DataWarning, unreadable
@@ -73,8 +72,10 @@ def read_run(folder: Path) -> Run:
         raise BadInput(f"{folder} {problem}: give a run folder of `torchcaps train`")
     if not path.is_file():
         raise BadInput(f"{folder} has no recipe.json: give a run folder of `torchcaps train`")
+    cure = "restore it from a copy, or train again elsewhere"
+    saved = read_json(path, cure)
     try:
-        content = {"test_evaluations": 0, **json.loads(path.read_text(encoding="utf-8-sig"))}
+        content = {"test_evaluations": 0, **saved}
         for name, kind in Run.__annotations__.items():
             if name != "recipe":
                 check_kind(name, content[name], kind)
@@ -90,8 +91,8 @@ def read_run(folder: Path) -> Run:
             [session[entry] for entry in ENTRIES]
         run = {name: content[name] for name in Run.__annotations__}
         return Run(**{**run, "recipe": Recipe(**content["recipe"]), "image_shape": tuple(content["image_shape"])})
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise unreadable(path, error, "restore it from a copy, or train again elsewhere") from error
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise unreadable(path, error, cure) from error
 
 
 def write_run(folder: Path, run: Run) -> None:
@@ -306,9 +307,10 @@ def read_metrics(folder: Path) -> dict[str, Any]:
     Raises:
         BadInput: metrics.json cannot be read or is damaged.
     """
-    path = folder / "metrics.json"
+    path, cure = folder / "metrics.json", "delete it and train with --resume"
+    saved = read_json(path, cure)
     try:
-        metrics = dict(json.loads(path.read_text(encoding="utf-8-sig")))
+        metrics = dict(saved)
         split = metrics.setdefault("evaluated_split", "test")  # metrics.json of earlier versions has no such entry
         counts = [metrics[name] for name in (f"{split}_images", "epochs_planned", "test_evaluations")]
         counts.append(metrics.get("epochs", 0))
@@ -316,8 +318,8 @@ def read_metrics(folder: Path) -> dict[str, Any]:
         classes = dict(metrics.get("classes") or {}).values()
         if not valid or not all(fits(count, int) for count in counts) or not all(isinstance(x, dict) for x in classes):
             raise ValueError("an entry has another type than expected")
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        raise unreadable(path, error, "delete it and train with --resume") from error
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise unreadable(path, error, cure) from error
     return metrics
 
 

@@ -203,7 +203,7 @@ def splits_for(
     from torchcaps.data import DATASETS, load_splits
     from torchcaps.data.image_table import is_table
 
-    channels, height, width = classifier.image_shape
+    channels, height, _ = classifier.image_shape
     options: dict[str, Any] = {"size": height, "stereo": channels == 2} if recipe is None else dict(recipe.data_options)
     same = recipe is not None and same_data(name, recipe.data)
     if name in DATASETS:
@@ -211,7 +211,7 @@ def splits_for(
     else:
         columns = ("image_column", "label_column") if is_table(name) else ()
         options = {key: value for key, value in options.items() if same or key in columns}
-        options |= {"image_size": (height, width), "resize": classifier.resize, "channels": channels}
+        options |= image_options(classifier)
     if recipe is not None:
         options |= {"validation_fraction": recipe.validation_fraction, "seed": recipe.seed}
         if same:
@@ -234,6 +234,12 @@ def splits_for(
             "use --data to choose images of the same shape"
         )
     return splits
+
+
+def image_options(classifier: "Classifier") -> dict[str, Any]:
+    """Return the options of `load_splits` and `load_test_images` with which images get a classifier's image shape."""
+    channels, height, width = classifier.image_shape
+    return {"image_size": (height, width), "resize": classifier.resize, "channels": channels}
 
 
 def same_data(one: str, other: str) -> bool:

@@ -13,6 +13,7 @@ from torchcaps.cli.common import (
     RUN_FILES,
     Cache,
     DataDir,
+    image_options,
     naming_options,
     print_classes,
     print_table,
@@ -197,14 +198,11 @@ def _images(
         name = data or ""
         if name in DATASETS:
             return splits_for(classifier, None, name, data_dir, cache).test
-    channels, height, width = classifier.image_shape
     images, has_test_split = load_test_images(
         name,
         classifier.class_names,
         cache=cache,  # type: ignore[arg-type]
-        image_size=(height, width),
-        resize=classifier.resize,
-        channels=channels,
+        **image_options(classifier),
         **columns,
     )
     if has_test_split:

@@ -44,15 +44,20 @@ class Version:
     classes: int
     class_names: tuple[str, ...] | str
 
+    @property
+    def archive(self) -> str:
+        """Name of the archive."""
+        return f"{self.name}-binary.tar.gz"
+
     @cached_property
     def files(self) -> RemoteFiles:
-        """The archive."""
-        return RemoteFiles(self.name, [SERVER], {f"{self.name}-binary.tar.gz": self.md5}, stored=True)
+        """The archive, as a file that can be downloaded."""
+        return RemoteFiles(self.name, [SERVER], {self.archive: self.md5}, stored=True)
 
     def load(self, data_dir: Path) -> tuple[Images, Images]:
         """Download the archive if it is missing, otherwise verify its checksum, and read it as `(train, test)`."""
         self.files.fetch(data_dir)
-        return _read(data_dir / self.name / f"{self.name}-binary.tar.gz", self)
+        return _read(data_dir / self.name / self.archive, self)
 
 
 CIFAR10 = Version(

@@ -122,9 +122,9 @@ def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
         one, other = before[name], now[name]
         if one["images"] != other["images"]:
             return f"there were {one['images']} {name} images and there are now {other['images']}"
-        before_and_now = [part.get("resize", "stretch") for part in (one, other)]
-        if before_and_now[0] != before_and_now[1]:
-            return "resize was {} and is now {}".format(*before_and_now)
+        earlier, current = (part.get("resize", "stretch") for part in (one, other))
+        if earlier != current:
+            return f"resize was {earlier} and is now {current}"
         if one["sha256"] != other["sha256"]:
             return f"the {name} images, their labels or their order have changed"
     return None

@@ -111,6 +111,18 @@ def read_image(
     return decode(file_bytes(path), path, channels, target_size(image_size, resize))[0]
 
 
+def read_for_network(path: Path, shape: tuple[int, int, int], resize: Resize) -> UInt8[Tensor, "C H W"]:
+    """Read an image file with the shape of a network's images, as `read_image`; both channels of a stereo pair get it.
+
+    Arguments:
+        path: the file.
+        shape: (C, H, W) of the images.
+        resize: how an image of another aspect ratio is resized.
+    """
+    channels, height, width = shape
+    return read_image(path, 3 if channels == 3 else 1, (height, width), resize).expand(channels, -1, -1)
+
+
 def file_bytes(path: Path) -> bytes:
     """Read the content of an image file.
 

@@ -70,8 +70,8 @@ def load_image_folder(
         >>> train, test = load_image_folder("photos", image_size=32)  # doctest: +SKIP
     """
     images = list_folder(expanded(root), validation=False)
-    size: dict[str, Any] = {"image_size": image_size, "resize": resize}
-    return train_and_test(images, test_fraction, seed, **size, channels=channels, progress=progress)
+    options: dict[str, Any] = {"image_size": image_size, "resize": resize, "channels": channels, "progress": progress}
+    return train_and_test(images, test_fraction, seed, **options)
 
 
 def list_folder(root: Path, validation: bool = True, least: int = 2) -> ImageList:

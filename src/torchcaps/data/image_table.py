@@ -105,8 +105,8 @@ def load_image_table(
         >>> train, test = load_image_table("photos.csv", image_size=32)  # doctest: +SKIP
     """
     images = list_table(str(source), image_column, label_column)
-    size: dict[str, Any] = {"image_size": image_size, "resize": resize}
-    return train_and_test(images, test_fraction, seed, **size, channels=channels, progress=progress)
+    options: dict[str, Any] = {"image_size": image_size, "resize": resize, "channels": channels, "progress": progress}
+    return train_and_test(images, test_fraction, seed, **options)
 
 
 def list_table(

@@ -114,14 +114,15 @@ class Images:
             return chosen.to(torch.int64)
         if chosen.ndim != 1 or chosen.dtype not in (torch.bool, *INTEGERS):
             raise BadInput(f"indices must be integers, or a mask bool [{len(self)}]; got {described(indices)}")
-        if chosen.dtype != torch.bool:
-            low, high = bounds(chosen.to(torch.int64))
-            if low < -len(self) or high >= len(self):
-                raise BadInput(f"indices must be from 0 to {len(self) - 1}; got {low} to {high}")
-            return chosen.to(torch.int64)
-        if chosen.shape != (len(self),):
-            raise BadInput(f"a mask must be bool [{len(self)}]; got {_kind(chosen)}: give one value per image")
-        return chosen.nonzero().flatten()
+        if chosen.dtype == torch.bool:
+            if chosen.shape != (len(self),):
+                raise BadInput(f"a mask must be bool [{len(self)}]; got {_kind(chosen)}: give one value per image")
+            return chosen.nonzero().flatten()
+        chosen = chosen.to(torch.int64)
+        low, high = bounds(chosen)
+        if low < -len(self) or high >= len(self):
+            raise BadInput(f"indices must be from 0 to {len(self) - 1}; got {low} to {high}")
+        return chosen
 
     def where(self, **allowed: Sequence[int]) -> "Images":
         """Return the images whose attributes have the given values.

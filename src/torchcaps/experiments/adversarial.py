@@ -68,7 +68,7 @@ def measured(
         found["targeted"][name] = [success(target, loss, images, attack, epsilon) for epsilon in EPSILONS]
         found["targeted, as the paper"][name] = success(target, loss, images, attack, TARGETED_EPSILON)
     health = [
-        gradient_health(lambda x: model(x).scores, preprocessing.plain_of(pixels.float() / 255), labels, loss)
+        gradient_health(model, preprocessing.plain_of(pixels.float() / 255), labels, loss)
         for pixels, labels in zip(images.pixels.split(100), images.labels.split(100), strict=True)
     ]
     counts = [len(labels) for labels in images.labels.split(100)]

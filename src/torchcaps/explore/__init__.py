@@ -16,6 +16,7 @@ from torch.nn import functional
 from torchcaps.attacks import fgsm
 from torchcaps.classifier import Classifier
 from torchcaps.data import read_image
+from torchcaps.data.image_file import read_for_network
 from torchcaps.data.toys import AZIMUTHS, ELEVATIONS, LIGHTINGS, render_toy
 from torchcaps.errors import BadInput
 from torchcaps.inspection import Inspection, about_crops, inspect
@@ -124,8 +125,7 @@ class Explorer:
                 raise BadInput(
                     f"{path} is too wide for a strip of at most {LONGEST_STRIP} digits: cut it into shorter strips"
                 )
-        image = read_image(Path(path), 3 if channels == 3 else 1, (height, width), classifier.resize)
-        return image.expand(channels, -1, -1)
+        return read_for_network(Path(path), (channels, height, width), classifier.resize)
 
     def drawn(self, name: str, drawing: Float[np.ndarray, "height width"]) -> UInt8[Tensor, "C H W"]:
         """Convert a drawing to the size and channels of the network's training images; 0 is black, 255 is white."""
@@ -241,7 +241,7 @@ def attacked(classifier: Classifier, pixels: UInt8[Tensor, "C H W"], epsilon: fl
     images = (pixels[None].float() / 255).to(device)
     with torch.no_grad():
         labels = classifier.model(classifier.preprocessing.plain_of(images)).scores.argmax(dim=1)
-    moved = fgsm(lambda x: classifier.model(classifier.preprocessing.plain_of(x)).scores, images, labels, epsilon)
+    moved = fgsm(lambda x: classifier.model(classifier.preprocessing.plain_of(x)), images, labels, epsilon)
     return classifier.preprocessing.plain_of(moved)[0]
 
 

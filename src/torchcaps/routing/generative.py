@@ -119,10 +119,9 @@ class GenerativeRouting(Rule):
             if ignore_all is None:
                 ignore_all = mass * mean[..., -1, -1]
             logit = mass * mean[..., 0, -more] - ignore_all
-            # This form of a kept near 1 preserves the digits of its gradient.
-            lost = (self.mass_floor / (mass + self.mass_floor))[..., None, None]
-            kept = (mass / (mass + self.mass_floor))[..., None, None]
-            kept = torch.where(kept > 0.5, 1 - lost, kept)
+            total = mass + self.mass_floor
+            kept, lost = (mass / total)[..., None, None], (self.mass_floor / total)[..., None, None]
+            kept = torch.where(kept > 0.5, 1 - lost, kept)  # 1 - lost preserves the digits of the gradient near 1
             pose = kept * mean[..., :-more]
             if isinstance(found, Means):
                 break
