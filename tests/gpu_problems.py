@@ -13,7 +13,8 @@ from problems import full_problem
 from torchcaps import RoutingMap
 from torchcaps.kernels import moments as operators
 from torchcaps.kernels.record import Record
-from torchcaps.routing.votes import Agreement, Gaussians, Means, Moments, kernel_arguments
+from torchcaps.routing.agreement import kernel_arguments
+from torchcaps.routing.votes import Agreement, Gaussians, Means, Moments
 
 MAPS = {
     "dense": RoutingMap.dense(3),

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         GenerativeRouting,
         Means,
         Moments,
+        Recomputed,
         Routing,
         Rule,
         SelfAttentionRouting,
@@ -74,7 +75,7 @@ _MODULES = {
     "routing": (
         *("ROUTINGS", "Agreement", "AttentionRouting", "DynamicRouting", "EMPass", "EMRouting", "Means", "Rule"),
         *("Gaussians", "GenerativeRouting", "SelfAttentionRouting", "SelfRouting", "VariationalBayesRouting"),
-        *("Moments", "Routing", "UniformRouting", "Votes", "dynamic_routing", "em_routing"),
+        *("Moments", "Recomputed", "Routing", "UniformRouting", "Votes", "dynamic_routing", "em_routing"),
     ),
     "routing_map": ("RoutingMap",),
 }
@@ -118,6 +119,7 @@ __all__ = [
     "Prediction",
     "Preprocessing",
     "PrimaryCaps",
+    "Recomputed",
     "ResidualCapsNet",
     "Routing",
     "RoutingMap",

@@ -17,7 +17,7 @@ from torchcaps.kernels.moments import couplings, moments, moments_backward, open
 from torchcaps.kernels.operator import differentiate, refuse_batched
 from torchcaps.kernels.record import Record
 
-__all__ = ["couplings", "direct_moments", "direct_open_votes", "moments", "open_votes"]
+__all__ = ["couplings", "direct_moments", "direct_open_votes", "moments", "open_votes", "recomputed_moments"]
 
 
 def _keep_children(ctx, inputs, output) -> None:
@@ -40,20 +40,27 @@ def _sweep_over_votes(ctx, records):
     return pose_grad, None if activation is None else activation_grad, transform_grad, *(None,) * 6
 
 
-def _keep_pass(ctx, inputs, output) -> None:
+def _keep_pass(ctx, inputs, output, given=None) -> None:
+    """Store what the backward pass needs. ``given``: tensors that are stored instead of the agreement."""
     tokens, pose, activation, transform, edge_lists, ctx.parent_sites, *rest = inputs
     *agreement, variance_floor, inverse_temperature, uniform, types, none_of_the_above, by_sample = rest[:10]
     ctx.with_variance, constant_couplings, ctx.floor = rest[10:]
     _, *found, _ = output
-    ctx.save_for_backward(pose, activation, transform, edge_lists, *agreement, *found)
+    ctx.save_for_backward(pose, activation, transform, edge_lists, *found, *(agreement if given is None else given))
     ctx.tokens, ctx.gaussian, ctx.direct = bool(tokens), (variance_floor, inverse_temperature), False
     ctx.couplings = (not uniform, not uniform and not constant_couplings, types, none_of_the_above, by_sample)
     ctx.wanted = [x is not None and x.requires_grad for x in agreement]
     ctx.set_materialize_grads(False)
 
 
-def _differentiate_couplings(ctx, mass_grad, mean_grad, variance_grad, _, __, ___, log_volume_grad):
-    *children, constant, linear, quadratic, centre, mean, variance, largest, log_mass, log_sums = ctx.saved_tensors
+def _differentiate_couplings(ctx, *gradients):
+    saved = ctx.saved_tensors
+    return _differentiate(ctx, saved[:9], saved[9:], *gradients)
+
+
+def _differentiate(ctx, saved, agreement, mass_grad, mean_grad, variance_grad, _, __, ___, log_volume_grad):
+    *children, mean, variance, largest, log_mass, log_sums = saved
+    constant, linear, quadratic, centre = agreement
     routed, differentiated, *options = ctx.couplings
     variance_grad = variance_grad if ctx.with_variance else None
     log_volume_grad = None if ctx.floor is None else log_volume_grad
@@ -106,20 +113,45 @@ def _record_of(token_grad: Tensor | None) -> Any:
 
 class _Moments(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, arguments: tuple[Any, ...], token: Tensor, *agreement: Tensor | None) -> Any:
+    def forward(ctx: Any, arguments: tuple[Any, ...], agreement_of: Any, token: Tensor, *given: Tensor | None) -> Any:
         output = moments.direct(*arguments)
-        _keep_pass(ctx, arguments, output)
-        ctx.direct = True
+        _keep_pass(ctx, arguments, output, given)
+        ctx.agreement_of, ctx.direct = agreement_of, True
         ctx.kind = {"dtype": output[0].dtype, "device": output[0].device}
         return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         refuse_batched(gradients)
-        record, *found = _differentiate_couplings(ctx, *gradients)
+        if ctx.agreement_of is None:
+            record, *found = _differentiate_couplings(ctx, *gradients)
+            grads = found[5:9]
+        else:
+            record, grads = _differentiate_again(ctx, gradients)
         token_grad = torch.empty(0, **ctx.kind)
         token_grad.record = record  # type: ignore[attr-defined]
-        return None, token_grad, *found[5:9]
+        return None, None, token_grad, *grads
+
+
+def _differentiate_again(ctx: Any, gradients: Any) -> Any:
+    """Compute the agreement of a pass again. Return the record, and the gradients of the tensors that determine it."""
+    saved, needed = ctx.saved_tensors, ctx.needs_input_grad[3:]
+    tensors = [x.detach().requires_grad_(need) for x, need in zip(saved[9:], needed, strict=True)]
+    with torch.enable_grad():
+        agreement = ctx.agreement_of(*tensors)
+    ctx.wanted = [x is not None and x.requires_grad for x in agreement]
+    constants = [None if x is None else x.detach() for x in agreement]
+    record, *found = _differentiate(ctx, saved[:9], constants, *gradients)
+    reached = [(x, grad) for x, grad in zip(agreement, found[5:9], strict=True) if grad is not None]
+    leaves = [x for x in tensors if x.requires_grad]
+    grads: Any = (None,) * len(leaves)
+    if reached and leaves:
+        outputs, output_grads = zip(*reached, strict=True)
+        grads = torch.autograd.grad(
+            outputs, leaves, output_grads, create_graph=torch.is_grad_enabled(), allow_unused=True
+        )
+    given = iter(grads)
+    return record, [next(given) if need else None for need in needed]
 
 
 direct_open_votes = _OpenVotes.apply
@@ -127,7 +159,12 @@ direct_open_votes = _OpenVotes.apply
 
 def direct_moments(tokens: list[Tensor], *arguments: Any) -> Any:
     """Compute a pass with the token from `direct_open_votes`. The arguments are those of the operator `moments`."""
-    return _Moments.apply((tokens, *arguments), *tokens, *arguments[5:9])
+    return _Moments.apply((tokens, *arguments), None, *tokens, *arguments[5:9])
+
+
+def recomputed_moments(agreement_of: Any, tensors: Any, tokens: list[Tensor], *arguments: Any) -> Any:
+    """Do the same as `direct_moments`, but store ``tensors`` instead of the agreement ``agreement_of(*tensors)``."""
+    return _Moments.apply((tokens, *arguments), agreement_of, *tokens, *tensors)
 
 
 differentiate("open_votes", _sweep_over_votes, _keep_children)

@@ -10,7 +10,7 @@ from torchcaps.routing.self_attention import SelfAttentionRouting
 from torchcaps.routing.self_routing import SelfRouting
 from torchcaps.routing.uniform import UniformRouting
 from torchcaps.routing.variational_bayes import VariationalBayesRouting
-from torchcaps.routing.votes import Agreement, Gaussians, Means, Moments, Votes
+from torchcaps.routing.votes import Agreement, Gaussians, Means, Moments, Recomputed, Votes
 
 __all__ = [
     "ROUTINGS",
@@ -24,6 +24,7 @@ __all__ = [
     "LayerShape",
     "Means",
     "Moments",
+    "Recomputed",
     "Routing",
     "Rule",
     "SelfAttentionRouting",

@@ -1,12 +1,15 @@
-"""Inputs and outputs of `Votes.moments` and `Votes.gaussians`: `Agreement`, `Moments`, `Means` and `Gaussians`."""
+"""Inputs and outputs of `Votes.moments` and `Votes.gaussians`."""
 
 import math
-from typing import Literal, NamedTuple, get_args
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, get_args
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from torchcaps.checks import described
+from torchcaps.kernels.gaussian import half_precision
 
 Competition = Literal["parents", "types"]
 COMPETITIONS: tuple[Competition, ...] = get_args(Competition)
@@ -52,6 +55,59 @@ class Agreement(NamedTuple):
     variance: Float[Tensor, "B P J R N"] | None = None
     variance_floor: float = 0.0
     inverse_temperature: float = 1.0
+
+
+class Recomputed:
+    """An agreement that is computed from tensors, and computed again in the backward pass. This needs less memory.
+
+    A pass stores the tensors of its agreement for the backward pass, and PyTorch stores intermediate results of their
+    computation. With this class, the fused kernels store only ``tensors`` instead: usually the moments of the previous
+    pass, which are stored in any case.
+
+    Arguments:
+        function: function that takes ``tensors`` and returns an `Agreement`. It must return the same result each time,
+            and get every tensor that needs a gradient as an argument.
+        tensors: arguments of ``function``.
+
+    Raises:
+        ValueError: one of ``tensors`` is not a tensor.
+
+    Example:
+        >>> import torch
+        >>> from torchcaps import RoutingMap, Votes
+        >>> def closer(mass, mean, variance):
+        ...     return Agreement(quadratic=1 / (1 + variance), centre=mean)
+        >>> votes = Votes(torch.randn(2, 6, 4, 1, 8), None, torch.randn(6, 4, 10, 8, 16), RoutingMap.dense(6))
+        >>> votes.moments(Recomputed(closer, *votes.moments())).mean.shape
+        torch.Size([2, 1, 10, 1, 16])
+    """
+
+    def __init__(self, function: Callable[..., Agreement], *tensors: Tensor) -> None:
+        for x in tensors:
+            if not isinstance(x, Tensor):
+                raise ValueError(f"all arguments of Recomputed after the function must be tensors; got {described(x)}")
+        self.function, self.tensors = function, tensors
+
+    def __call__(self) -> Agreement:
+        """Compute the agreement."""
+        return self.function(*self.tensors)
+
+    def constant(self) -> Agreement:
+        """Compute the agreement without gradients.
+
+        Raises:
+            ValueError: the function uses a tensor that needs a gradient, and that is not one of its arguments.
+        """
+        agreement = self.function(*(x.detach() for x in self.tensors))
+        if isinstance(agreement, Agreement) and any(isinstance(x, Tensor) and x.requires_grad for x in agreement):
+            raise ValueError(
+                "the function of Recomputed uses a tensor that needs a gradient, but not as an argument: give the "
+                "tensor to Recomputed after the function"
+            )
+        return agreement
+
+
+AnyAgreement = Agreement | Recomputed | None
 
 
 class Moments(NamedTuple):
@@ -151,3 +207,28 @@ def check_variance(agreement: Agreement) -> None:
             "in the agreement, variance_floor must be a finite number of at least 0, and inverse_temperature a finite "
             f"number above 0; got {floor} and {inverse_temperature}"
         )
+
+
+def kernel_arguments(agreement: Agreement) -> tuple[Any, ...]:
+    """Return an agreement as arguments of the operators.
+
+    The operators take one tensor for quadratic and variance: it is quadratic if inverse_temperature is 0, and variance
+    otherwise. An inverse temperature close to 0 is replaced by a small normal number, so that it does not become 0.
+    """
+    constant, linear, quadratic, centre, variance, floor, inverse_temperature = agreement
+    if variance is None:
+        return constant, linear, quadratic, centre, 0.0, 0.0
+    return constant, linear, variance, centre, floor, max(inverse_temperature, 4 * torch.finfo(variance.dtype).tiny)
+
+
+def kernel_tensors(function: Callable[..., Agreement], dtype: torch.dtype, *tensors: Tensor) -> list[Tensor | None]:
+    """Return the tensors of an agreement ``function(*tensors)`` as arguments of the operators."""
+    return [None if x is None else x.to(dtype) for x in kernel_arguments(function(*tensors))[:4]]
+
+
+def plain(agreement: Agreement) -> Agreement:
+    """Replace the variance by the quadratic factor."""
+    constant, linear, _, centre, variance, floor, inverse_temperature = agreement
+    if variance is None:
+        return agreement
+    return Agreement(constant, linear, half_precision(variance, floor, inverse_temperature), centre)

@@ -9,7 +9,7 @@ from torch.nn import functional
 from torchcaps.capsules import Capsules
 from torchcaps.checks import check_iterations, check_number, check_sizes
 from torchcaps.routing.rule import LayerShape, Rule, check_transform
-from torchcaps.routing.votes import Agreement, Means, Votes
+from torchcaps.routing.votes import Agreement, Recomputed, Votes
 from torchcaps.routing_map import RoutingMap, added_at
 
 
@@ -111,25 +111,29 @@ class GenerativeRouting(Rule):
     def route(self, votes: Votes) -> Capsules:
         """Compute the poses μ_j and the activations f(logit_j) of the last iteration."""
         check_iterations(self.iterations)
-        agreement = ignore_all = None
-        for later in reversed(range(self.iterations)):  # number of later iterations
-            found = votes.moments(agreement, variance=later > 0)
-            mass, mean = found.mass, found.mean
-            more = 2 if mean.shape[3] == 1 else 1
-            if ignore_all is None:
-                ignore_all = mass * mean[..., -1, -1]
-            logit = mass * mean[..., 0, -more] - ignore_all
-            total = mass + self.mass_floor
-            kept, lost = (mass / total)[..., None, None], (self.mass_floor / total)[..., None, None]
-            kept = torch.where(kept > 0.5, 1 - lost, kept)  # 1 - lost preserves the digits of the gradient near 1
-            pose = kept * mean[..., :-more]
-            if isinstance(found, Means):
-                break
-            moved = kept * lost.square() * mean[..., :-more].square()
-            precision = (kept * found.variance[..., :-more] + moved + self.variance_floor).reciprocal()
-            agreement = Agreement(
-                functional.logsigmoid(logit) + 0.5 * precision.log().sum(dim=(3, 4)),
-                quadratic=functional.pad(0.5 * precision, (0, more)),
-                centre=functional.pad(pose, (0, more)),
-            )
+        found = votes.moments(variance=self.iterations > 1)
+        ignore_all = found.mass * found.mean[..., -1, -1]
+        for later in reversed(range(self.iterations - 1)):  # number of later iterations
+            found = votes.moments(Recomputed(self._agreement, ignore_all, *found), variance=later > 0)
+        logit, pose, _, _ = self._parents(ignore_all, found.mass, found.mean)
         return Capsules(pose, logit.sigmoid())
+
+    def _parents(self, ignore_all: Tensor, mass: Tensor, mean: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the logits and poses of the parents, and the factors mass / (mass + floor) and 1 minus this factor."""
+        more = 2 if mean.shape[3] == 1 else 1
+        total = mass + self.mass_floor
+        kept, lost = (mass / total)[..., None, None], (self.mass_floor / total)[..., None, None]
+        kept = torch.where(kept > 0.5, 1 - lost, kept)  # 1 - lost preserves the digits of the gradient near 1
+        return mass * mean[..., 0, -more] - ignore_all, kept * mean[..., :-more], kept, lost
+
+    def _agreement(self, ignore_all: Tensor, mass: Tensor, mean: Tensor, variance: Tensor) -> Agreement:
+        """Compute the agreement of the next iteration from the moments of the votes."""
+        logit, pose, kept, lost = self._parents(ignore_all, mass, mean)
+        columns, more = pose.shape[4], mean.shape[4] - pose.shape[4]
+        moved = kept * lost.square() * mean[..., :columns].square()
+        precision = (kept * variance[..., :columns] + moved + self.variance_floor).reciprocal()
+        return Agreement(
+            functional.logsigmoid(logit) + 0.5 * precision.log().sum(dim=(3, 4)),
+            quadratic=functional.pad(0.5 * precision, (0, more)),
+            centre=functional.pad(pose, (0, more)),
+        )

@@ -1,7 +1,7 @@
 """Variational Bayes routing: Ribeiro, Leontidis & Kollias 2020 (arXiv 1905.11455)."""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torchcaps.checks import check_choice, check_iterations, check_sizes
 from torchcaps.kernels import in_onnx_export
 from torchcaps.routing.agreement import COMPETITIONS
 from torchcaps.routing.rule import LayerShape, Rule
-from torchcaps.routing.votes import Agreement, Competition, Votes
+from torchcaps.routing.votes import Agreement, Competition, Recomputed, Votes
 
 
 class VariationalBayesRouting(Rule):
@@ -99,23 +99,53 @@ class VariationalBayesRouting(Rule):
                 f"{self.parent_types}: create the rule with parent_types={votes.parent_shape[2]}"
             )
         check_iterations(self.iterations)
-        agreement = None
-        for _ in range(self.iterations):
-            found = votes.moments(agreement)
-            mass, variance = found.mass[..., None, None], found.variance
-            numbers = found.mean.shape[3] * found.mean.shape[4]
-            counted, freedom = 1 + found.mass, numbers + 1 + found.mass
-            centre = mass / (1 + mass) * found.mean
-            scale = 1 + mass * variance + centre * found.mean
-            log_part = digamma(counted) - digamma(counted.sum(dim=2, keepdim=True))
-            log_precision = sum_of_digammas((freedom + 1 - numbers) / 2, numbers)
-            log_precision = log_precision + numbers * math.log(2) - scale.log().sum(dim=(3, 4))
-            constant = log_part + (log_precision - numbers / counted) / 2
-            agreement = Agreement(constant, centre=centre, variance=scale / freedom[..., None, None])
-        entropy = (numbers * math.log(2 * math.pi * math.e) - log_precision) / 2
-        beta_a, beta_u = self.beta_a.to(mass.dtype), self.beta_u.to(mass.dtype)
-        logit = normalised(self.activation_norm, beta_a - (beta_u + log_part.exp() * entropy))
-        return Capsules(normalised(self.pose_norm, centre), logit.sigmoid())
+        found = votes.moments()
+        for _ in range(self.iterations - 1):
+            found = votes.moments(Recomputed(posterior_agreement, *found))
+        posterior = Posterior.of(*found)
+        numbers = posterior.centre.shape[3] * posterior.centre.shape[4]
+        entropy = (numbers * math.log(2 * math.pi * math.e) - posterior.log_precision) / 2
+        beta_a, beta_u = (beta.to(entropy.dtype) for beta in (self.beta_a, self.beta_u))
+        logit = normalised(self.activation_norm, beta_a - (beta_u + posterior.log_part.exp() * entropy))
+        return Capsules(normalised(self.pose_norm, posterior.centre), logit.sigmoid())
+
+
+class Posterior(NamedTuple):
+    """The posterior of the Gaussians of the parents, in the letters of `VariationalBayesRouting`.
+
+    Arguments:
+        centre: m_j, ``[B, P, J, R, N]``.
+        scale: 1 / Ψ_j, ``[B, P, J, R, N]``.
+        freedom: ν_j, ``[B, P, J]``.
+        log_part: E ln π_j, ``[B, P, J]``.
+        log_precision: ``E ln|Λ_j|``, ``[B, P, J]``.
+    """
+
+    centre: Tensor
+    scale: Tensor
+    freedom: Tensor
+    log_part: Tensor
+    log_precision: Tensor
+
+    @classmethod
+    def of(cls, mass: Tensor, mean: Tensor, variance: Tensor) -> "Posterior":
+        """Compute the posterior from the moments of the votes."""
+        numbers, counted = mean.shape[3] * mean.shape[4], 1 + mass
+        freedom, weight = numbers + counted, mass[..., None, None]
+        centre = weight / (1 + weight) * mean
+        scale = 1 + weight * variance + centre * mean
+        log_part = digamma(counted) - digamma(counted.sum(dim=2, keepdim=True))
+        log_precision = sum_of_digammas((freedom + 1 - numbers) / 2, numbers)
+        log_precision = log_precision + numbers * math.log(2) - scale.log().sum(dim=(3, 4))
+        return cls(centre, scale, freedom, log_part, log_precision)
+
+
+def posterior_agreement(mass: Tensor, mean: Tensor, variance: Tensor) -> Agreement:
+    """Compute the agreement of the next iteration from the moments of the votes."""
+    centre, scale, freedom, log_part, log_precision = Posterior.of(mass, mean, variance)
+    numbers = mean.shape[3] * mean.shape[4]
+    constant = log_part + (log_precision - numbers / (1 + mass)) / 2
+    return Agreement(constant, centre=centre, variance=scale / freedom[..., None, None])
 
 
 def sum_of_digammas(x: Tensor, count: int) -> Tensor:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from numbers import Real
 from typing import Any, Literal, overload
 
@@ -21,14 +22,27 @@ from torchcaps.checks import (
 )
 from torchcaps.kernels import Backend, chosen_fused, kernels_read, obstacle
 from torchcaps.kernels import autograd as fused
-from torchcaps.kernels.gaussian import half_precision, log_volume
+from torchcaps.kernels.gaussian import log_volume
 from torchcaps.kernels.memory import for_kernels, samples_in_lanes, statistics_dtype
 from torchcaps.kernels.operator import needs_the_dispatcher
-from torchcaps.routing.agreement import COMPETITIONS, Agreement, Competition, Gaussians, Means, Moments, check_variance
+from torchcaps.routing.agreement import (
+    COMPETITIONS,
+    Agreement,
+    AnyAgreement,
+    Competition,
+    Gaussians,
+    Means,
+    Moments,
+    Recomputed,
+    check_variance,
+    kernel_arguments,
+    kernel_tensors,
+    plain,
+)
 from torchcaps.routing.written_votes import WrittenVotes
 from torchcaps.routing_map import RoutingMap, added_at, check_children
 
-__all__ = ["Agreement", "Competition", "Gaussians", "Means", "Moments", "Votes"]
+__all__ = ["Agreement", "Competition", "Gaussians", "Means", "Moments", "Recomputed", "Votes"]
 
 
 observer: Callable[["Votes", Agreement | None, Moments | Means], None] | None = None
@@ -48,26 +62,6 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
 def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert a tensor to a dtype, like ``tensor.to(dtype)`` but faster if the tensor already has the dtype."""
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
-
-
-def kernel_arguments(agreement: Agreement) -> tuple[Any, ...]:
-    """Return an agreement as arguments of the operators.
-
-    The operators take one tensor for quadratic and variance: it is quadratic if inverse_temperature is 0, and variance
-    otherwise. An inverse temperature close to 0 is replaced by a small normal number, so that it does not become 0.
-    """
-    constant, linear, quadratic, centre, variance, floor, inverse_temperature = agreement
-    if variance is None:
-        return constant, linear, quadratic, centre, 0.0, 0.0
-    return constant, linear, variance, centre, floor, max(inverse_temperature, 4 * torch.finfo(variance.dtype).tiny)
-
-
-def _plain(agreement: Agreement) -> Agreement:
-    """Replace the variance by the quadratic factor."""
-    constant, linear, _, centre, variance, floor, inverse_temperature = agreement
-    if variance is None:
-        return agreement
-    return Agreement(constant, linear, half_precision(variance, floor, inverse_temperature), centre)
 
 
 class UnknownCouplings(ValueError):
@@ -155,7 +149,7 @@ class Votes:
         self._tokens: list[list[Tensor]] = []  # of the passes to come
         self._direct = False  # whether these tokens are for calls without the dispatcher
         self._written: tuple[bool, WrittenVotes] | None = None
-        self._last: list[tuple[Agreement | None, bool]] = []  # see `last_couplings`; a list, because `detach` shares it
+        self._last: list[tuple[AnyAgreement, bool]] = []  # see `last_couplings`; a list, because `detach` shares it
 
     def detach(self) -> "Votes":
         """Return these votes as constants: no gradient flows through them."""
@@ -174,45 +168,46 @@ class Votes:
 
     @overload
     def moments(
-        self, agreement: Agreement | None = None, *, variance: Literal[True] = True, constant_couplings: bool = False
+        self, agreement: AnyAgreement = None, *, variance: Literal[True] = True, constant_couplings: bool = False
     ) -> Moments: ...
     @overload
     def moments(
-        self, agreement: Agreement | None = None, *, variance: Literal[False], constant_couplings: bool = False
+        self, agreement: AnyAgreement = None, *, variance: Literal[False], constant_couplings: bool = False
     ) -> Means: ...
     @overload
     def moments(
-        self, agreement: Agreement | None = None, *, variance: bool, constant_couplings: bool = False
+        self, agreement: AnyAgreement = None, *, variance: bool, constant_couplings: bool = False
     ) -> Moments | Means: ...
     def moments(
-        self, agreement: Agreement | None = None, *, variance: bool = True, constant_couplings: bool = False
+        self, agreement: AnyAgreement = None, *, variance: bool = True, constant_couplings: bool = False
     ) -> Moments | Means:
         """Compute mass, mean and variance of the votes per parent.
 
         Arguments:
-            agreement: logits of the couplings; None for uniform couplings.
+            agreement: logits of the couplings, as an `Agreement` or a `Recomputed`; None for uniform couplings.
             variance: whether to compute the variance too. If False, the result is `Means`, and its computation is
                 faster.
             constant_couplings: treat the couplings as constants, so that the agreement gets no gradient.
 
         Raises:
-            ValueError: ``agreement`` is neither an `Agreement` nor None, or an entry of it does not have the shape, the
-                type or the range that `Agreement` documents.
+            ValueError: ``agreement`` is none of these, an entry of it does not have the shape, the type or the range
+                that `Agreement` documents, or the function of a `Recomputed` uses a tensor that needs a gradient, and
+                that is not one of its arguments.
         """
         self._last[:] = [(agreement, constant_couplings)]
-        parts = self._checked(agreement)
         if self.fused:
-            mass, mean, second, *_ = self._fused(parts, variance, constant_couplings)
+            mass, mean, second, *_ = self._fused(agreement, variance, constant_couplings)
             found: Moments | Means = Moments(mass, mean, second) if variance else Means(mass, mean)
         else:
+            parts = self._checked(agreement)
             with without_autocast(self.device):
                 options = {"variance": variance, "constant_couplings": constant_couplings}
-                found = self._written_out.moments(_plain(parts), **options)
+                found = self._written_out.moments(plain(parts), **options)
         if observer is not None:
-            observer(self, agreement, found)
+            observer(self, agreement() if isinstance(agreement, Recomputed) else agreement, found)
         return found
 
-    def gaussians(self, agreement: Agreement | None = None, *, floor: float) -> Gaussians:
+    def gaussians(self, agreement: AnyAgreement = None, *, floor: float) -> Gaussians:
         """Fit a Gaussian to the votes for each parent. Its variance σ² is the variance of the votes plus ``floor``.
 
         The result also contains the log volume Σ log σ of each Gaussian. The fused kernels compute it together with the
@@ -231,14 +226,22 @@ class Votes:
             mass, mean, variance = self.moments(agreement)
             return Gaussians(mass, mean, variance, log_volume(variance, floor))
         self._last[:] = [(agreement, False)]
-        mass, mean, variance, _, _, _, volume = self._fused(self._checked(agreement), floor=float(floor))
+        mass, mean, variance, _, _, _, volume = self._fused(agreement, floor=float(floor))
         if observer is not None:
-            observer(self, agreement, Moments(mass, mean, variance))
+            observer(
+                self, agreement() if isinstance(agreement, Recomputed) else agreement, Moments(mass, mean, variance)
+            )
         return Gaussians(mass, mean, variance, volume)
 
     def _fused(
-        self, parts: Agreement, variance: bool = True, constant_couplings: bool = False, floor: float | None = None
+        self, given: AnyAgreement, variance: bool = True, constant_couplings: bool = False, floor: float | None = None
     ) -> tuple[Tensor, ...]:
+        later = given if isinstance(given, Recomputed) and not constant_couplings else None
+        parts = self._checked(given) if later is None else Agreement()
+        tokens = self._next_tokens(parts[:5] if later is None else later.tensors)
+        direct = bool(tokens) and self._direct
+        if later is not None:
+            parts = self._checked(later.constant() if direct else later)
         if constant_couplings:
             tensors = {name: x.detach() for name, x in parts._asdict().items() if isinstance(x, Tensor)}
             parts = parts._replace(**tensors)  # type: ignore[arg-type]
@@ -247,8 +250,11 @@ class Votes:
             pose, transform = pose.detach(), transform.detach()
             activation = None if activation is None else activation.detach()
         *agreement, variance_floor, inverse_temperature = kernel_arguments(parts)
-        tokens = self._next_tokens(agreement)
-        moments = fused.direct_moments if tokens and self._direct else fused.moments
+        moments: Callable[..., Any] = fused.direct_moments if direct else fused.moments
+        if direct and later is not None:
+            moments = partial(
+                fused.recomputed_moments, partial(kernel_tensors, later.function, self.dtype), later.tensors
+            )
         return moments(
             tokens,
             pose,
@@ -278,7 +284,7 @@ class Votes:
         sums = of_sites.new_zeros(of_sites.shape[0], routing_map.parent_sites)
         return added_at(sums, 1, parent, of_sites[:, child]).to(self.dtype)
 
-    def couplings(self, agreement: Agreement | None = None) -> Float[Tensor, "B J E C"]:
+    def couplings(self, agreement: AnyAgreement = None) -> Float[Tensor, "B J E C"]:
         """Compute the couplings, in the order of the map's edges.
 
         The couplings in one softmax sum to 1; with ``none_of_the_above``, their sum is below 1. If the result needs a
@@ -295,12 +301,12 @@ class Votes:
         differentiated = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
         if not self.fused or differentiated:
             with without_autocast(self.device):
-                return self._written_out.couplings(_plain(parts))
+                return self._written_out.couplings(plain(parts))
         layer = self._pose, self._transform, self._edge_lists, self.routing_map.parent_sites
         by_child = fused.couplings(*layer, *kernel_arguments(parts), *self._options)
         return by_child.index_select(2, self.routing_map.place_by_child.on(self.device))
 
-    def weights(self, agreement: Agreement | None = None) -> Float[Tensor, "B J E C"]:
+    def weights(self, agreement: AnyAgreement = None) -> Float[Tensor, "B J E C"]:
         """Compute the weight of every vote, ``w_ij = activation_i · coupling_ij``, in the order of the map's edges."""
         couplings = self.couplings(agreement)
         if self._activation is None:
@@ -343,12 +349,14 @@ class Votes:
             self._written = graph, WrittenVotes(*children, *options)
         return self._written[1]
 
-    def _checked(self, agreement: Agreement | None) -> Agreement:
+    def _checked(self, agreement: AnyAgreement) -> Agreement:
         """Check the agreement and convert it to the dtype of the moments. Replace None with an empty `Agreement`."""
         if agreement is None:
             return Agreement()
+        if isinstance(agreement, Recomputed):
+            agreement = agreement()
         if not isinstance(agreement, Agreement):
-            raise ValueError(f"agreement must be an Agreement or None; got {described(agreement)}")
+            raise ValueError(f"agreement must be an Agreement, a Recomputed or None; got {described(agreement)}")
         *tensors, floor, inverse_temperature = agreement
         check_variance(agreement)
         vectors, dtype = self.parent_shape, self.dtype
@@ -370,7 +378,7 @@ class Votes:
         constant, linear, quadratic, centre, variance = (None if x is None else in_dtype(x, dtype) for x in tensors)
         return Agreement(constant, linear, quadratic, centre, variance, floor, inverse_temperature)
 
-    def _next_tokens(self, agreement: list[Tensor | None]) -> list[Tensor]:
+    def _next_tokens(self, agreement: tuple[Any, ...]) -> list[Tensor]:
         """Return the tokens of the next pass, or [] if the children need no gradient; see `torchcaps.kernels.moments`.
 
         The tokens are opened again if the previous pass went through the dispatcher and this one does not, or vice
