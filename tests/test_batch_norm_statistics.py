@@ -7,9 +7,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from test_training import even_digits, train_whole_and_stopped, weights_equal
 from torchcaps import BadInput
-from torchcaps.batches import SplitBatches
 from torchcaps.classifier import Classifier
 from torchcaps.recipes import create_recipe
+from torchcaps.split_batches import SplitBatches
 from torchcaps.training import fit
 from torchcaps.training_module import TrainingModule, average_batch_norms
 

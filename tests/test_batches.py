@@ -10,12 +10,13 @@ from torch import nn
 
 from test_run_folder import SPLITS, tiny
 from torchcaps import BadInput, Classifier, Prediction
-from torchcaps.batches import ImageBatches, SplitBatches
+from torchcaps.batches import ImageBatches
 from torchcaps.data import Images, Preprocessing
 from torchcaps.evaluation import evaluate
 from torchcaps.losses import LOSSES, margin_loss, reconstruction_loss, spread_loss, spread_margin
 from torchcaps.recipes import create_recipe
 from torchcaps.run_folder import read_rows
+from torchcaps.split_batches import SplitBatches
 from torchcaps.training import fit, new_module
 from torchcaps.training_module import TrainingModule
 

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from conftest import COMMAND, ENVIRONMENT, SMALL_CAPSNET, TWO_PROCESSES, make_images, train
 from torchcaps import Classifier, Prediction
-from torchcaps.batches import ImageBatches, SplitBatches
+from torchcaps.batches import ImageBatches
 from torchcaps.checkpoints import read_checkpoint
 from torchcaps.data import Images, Preprocessing, Splits, load_splits
 from torchcaps.evaluation import evaluate
@@ -30,6 +30,7 @@ from torchcaps.pictures import save_worst
 from torchcaps.recipes import create_recipe
 from torchcaps.run_folder import read_rows, read_run
 from torchcaps.run_writers import AtomicCheckpoints
+from torchcaps.split_batches import SplitBatches
 from torchcaps.training import fit
 from torchcaps.training_module import TrainingModule
 

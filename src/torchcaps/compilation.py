@@ -7,11 +7,12 @@ from copy import deepcopy
 import torch
 from torch import Tensor
 
-from torchcaps.batches import SplitBatches, split_into_batches
+from torchcaps.batches import split_into_batches
 from torchcaps.capsules import Prediction
 from torchcaps.data import Splits
 from torchcaps.devices import is_memory_error, training_device
 from torchcaps.errors import BadInput, first_line
+from torchcaps.split_batches import SplitBatches
 from torchcaps.training_module import TrainingModule
 
 CALLS = 3

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from torchcaps.batches import ImageBatches, SplitBatches, default_workers
+from torchcaps.batches import ImageBatches, default_workers
 from torchcaps.compilation import CALLS, compiling
 from torchcaps.data import DATASETS, Splits
 from torchcaps.devices import SMALLER_BATCHES, clear_memory_errors, training_device
@@ -27,6 +27,7 @@ from torchcaps.environment import processes
 from torchcaps.errors import DataWarning
 from torchcaps.process_memory import peak_memory, release_free_memory, start_peak
 from torchcaps.recipe import Recipe, batch_starts
+from torchcaps.split_batches import SplitBatches
 from torchcaps.training_module import TrainingModule, images_for_batch_norms
 
 MOST_STEPS = 6

@@ -21,7 +21,7 @@ except ModuleNotFoundError as error:
         "torchcaps.training needs lightning: pip install 'torchcaps[train]'", name=error.name
     ) from error
 
-from torchcaps.batches import SplitBatches, default_workers
+from torchcaps.batches import default_workers
 from torchcaps.checkpoints import load_best, load_checkpoint, load_saved
 from torchcaps.checks import check_integer, described
 from torchcaps.chosen_epoch import best_epoch, check_best
@@ -52,6 +52,7 @@ from torchcaps.recipe import PRECISIONS, Recipe, batch_starts, resolve_precision
 from torchcaps.run_folder import begin_run, check_run, finished, locked, read_rows, read_run, write_run
 from torchcaps.run_writers import AtomicCheckpoints, EpochLog, ProgressBar, RunCheckpoint
 from torchcaps.seen_images import warn_of_seen_images
+from torchcaps.split_batches import SplitBatches
 from torchcaps.training_module import TrainingModule, class_weights_of, images_for_batch_norms
 
 FEWER_WORKERS = "use fewer --workers, and continue with --resume"

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torchmetrics import CatMetric, MeanMetric
 
-from torchcaps.batches import SplitBatches
 from torchcaps.capsules import Prediction
 from torchcaps.checks import described
 from torchcaps.classifier import check_finite
@@ -27,6 +26,7 @@ from torchcaps.pictures import save_reconstructions
 from torchcaps.recipe import Recipe, create_optimizer
 from torchcaps.routing import Rule
 from torchcaps.scores import calibration_error_percent
+from torchcaps.split_batches import SplitBatches
 
 WEIGHT_OF_LOSS = 1e-5
 """Factor of the loss in `validation_rank`: less than the smallest difference between two rounded accuracies."""
