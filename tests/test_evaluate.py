@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -15,7 +16,7 @@ from conftest import make_images, train
 from test_run_folder import SPLITS
 from torchcaps import BadInput, Classifier, DataWarning, PooledCNN
 from torchcaps.confusion import warn_of_one_prediction
-from torchcaps.data import load_test_images, read_image
+from torchcaps.data import ImagesOnDisk, load_test_images, read_image
 from torchcaps.evaluation import evaluate
 from torchcaps.model_card import publish
 
@@ -225,3 +226,25 @@ def test_a_saved_network_resizes_images_as_its_training_did(resize, succeeds, re
     assert "resize is 'pad', but image_size is None: give image_size too (data.image_size)" in train(
         refused, images, tmp_path / "other", "--set", "data.resize=pad"
     )
+
+
+def test_workers_load_the_images_of_an_evaluation(call, finished, images, tmp_path, monkeypatch):
+    test_images, folder, decode = tmp_path / "photos", tmp_path / "processes", ImagesOnDisk.batch
+    shutil.copytree(images, test_images)
+    folder.mkdir()
+
+    def batch(self, indices):
+        (folder / str(os.getpid())).touch()
+        return decode(self, indices)
+
+    monkeypatch.setattr(ImagesOnDisk, "batch", batch)
+    rows = []
+    for workers in (0, 2):
+        words = finished[0], "--data", test_images, "--cache", "none", "--batch-size", 1, "--workers", workers
+        rows.append(evaluated(call, *words)[:2])
+        assert len([path for path in folder.iterdir() if path.name != str(os.getpid())]) == workers
+        shutil.rmtree(folder)
+        folder.mkdir()
+    assert rows[0] == rows[1]
+    with pytest.raises(BadInput, match="workers must be an integer of at least 0; got -1"):
+        evaluate(Classifier.from_pretrained(finished[0]), SPLITS.test, workers=-1)

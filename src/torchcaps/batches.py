@@ -162,8 +162,8 @@ class Batches(DataLoader):
         if needed > free:
             raise BadInput(
                 f"{self.num_workers} worker processes need {needed / 1e6:,.0f} MB in /dev/shm, but only "
-                f"{free / 1e6:,.0f} MB are free: use fewer --workers in a training (0 needs no /dev/shm) or smaller "
-                "batches, or enlarge /dev/shm"
+                f"{free / 1e6:,.0f} MB are free: use fewer --workers (0 needs no /dev/shm) or smaller batches, or "
+                "enlarge /dev/shm"
             )
 
 

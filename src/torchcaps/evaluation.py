@@ -25,7 +25,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from torchcaps.batches import Batches, ImageBatches, default_workers, images_per_batch
-from torchcaps.checks import described
+from torchcaps.checks import check_integer, described
 from torchcaps.classifier import Classifier
 from torchcaps.data import Images, Preprocessing
 from torchcaps.devices import SMALLER_BATCHES, clear_memory_errors
@@ -67,6 +67,7 @@ def evaluate(
     batch_size: int = 128,
     precision: Precision = "auto",
     loss: str = "",
+    workers: int | None = None,
 ) -> Evaluation:
     """Compute the accuracy and the confusion matrix of a model on a split, using one device.
 
@@ -81,12 +82,16 @@ def evaluate(
         precision: ``bf16``, ``float32`` or ``auto``. ``auto`` uses bf16 if bf16 is faster than float32 on the
             hardware, else float32.
         loss: name of the loss of the training, for the calibration error (see `torchcaps.scores.probabilities`).
+        workers: number of worker processes that read and decode images. The default is 0, or, for images on disk, the
+            number of cores.
 
     Raises:
         BadInput: `images` is not an `Images` or is empty, or does not fit the classifier or the model's number of
-            classes; `precision` is unknown; a score is not finite; or the memory runs out.
+            classes; `precision` is unknown; `workers` is negative; a score is not finite; or the memory runs out.
         KeyboardInterrupt: the evaluation was interrupted, for example by Ctrl-C.
     """
+    if workers is not None:
+        check_integer("workers", workers, 0, error=BadInput)
     if not isinstance(images, Images) or not len(images):
         got = images if isinstance(images, Images) else described(images)
         raise BadInput(f"images must be a torchcaps.data.Images with at least one image; got {got}")
@@ -118,11 +123,11 @@ def evaluate(
     )
     preprocessing = preprocessing or Preprocessing()
     batches = ImageBatches(images, preprocessing)
-    workers, runs_on = default_workers(images), trainer.strategy.root_device
+    workers, runs_on = default_workers(images) if workers is None else workers, trainer.strategy.root_device
     loader = Batches(batches, np.arange(len(images)), images_per_batch(batch_size, preprocessing), workers, runs_on)
     device = next((weights.device for weights in model.parameters()), torch.device("cpu"))
     try:
-        accuracy = accuracy_on(trainer, module, loader, SMALLER_BATCHES)
+        accuracy = accuracy_on(trainer, module, loader, "use fewer --workers or smaller batches (--batch-size)")
     finally:
         model.to(device)  # Lightning has moved it to the CPU
     scores = None if module.scored is None else module.scored[:, :-1]

@@ -46,6 +46,12 @@ def evaluate(
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Batch size.", min=1)] = 128,
     cache: Cache = "auto",
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            help="Processes that load images; default: 0, or, for images on disk, the number of cores.", min=0
+        ),
+    ] = None,
     split: Annotated[str, typer.Option(help="Split of the run's dataset to evaluate: test or validation.")] = "test",
     csv: Annotated[Path | None, typer.Option(help="CSV file to write, with the scores of each image.")] = None,
 ) -> None:
@@ -96,7 +102,7 @@ def evaluate(
         precision = "float32" if recipe and recipe.precision == "float32" else "auto"
     losses = {known[one].recipe.loss if one in known else "" for one in runs}
     loss = losses.pop() if len(losses) == 1 else ""
-    options: dict[str, Any] = {"batch_size": batch_size, "precision": precision, "loss": loss}
+    options: dict[str, Any] = {"batch_size": batch_size, "precision": precision, "loss": loss, "workers": workers}
     found = evaluation_of(model, images, classifier.preprocessing, **options)
     accuracy, label = found.accuracy_percent, f"mean of {len(runs)} runs" if others else runs[0]
     # The calibration error depends on the loss of the training.
