@@ -46,7 +46,7 @@ def test_a_run_gives_the_same_prediction_in_python_as_on_the_command_line(call, 
     classifier = Classifier.from_pretrained(finished[0])
     paths = [images / "left" / "000.png", images / "right" / "001.png", images / "left" / "002.png"]
     answer = classifier.predict(paths)
-    assert answer.class_names == ["left", "right", "left"]
+    assert answer.predicted_classes == ["left", "right", "left"]
     code, out, error = call("predict", finished[0], *paths)
     assert code == 0, error
     assert scores_printed(out) == [float(f"{x:.3f}") for row in answer.scores.sort(descending=True).values for x in row]
@@ -60,7 +60,7 @@ def test_a_run_gives_the_same_prediction_in_python_as_on_the_command_line(call, 
 def test_the_accuracy_of_a_run_equals_that_of_its_classifier(finished, images):
     metrics = json.loads((finished[0] / "metrics.json").read_text())
     test = load_splits(str(images), images).test
-    named = Classifier.from_pretrained(finished[0]).predict(test.pixels).class_names
+    named = Classifier.from_pretrained(finished[0]).predict(test.pixels).predicted_classes
     right = [name == test.class_names[label] for name, label in zip(named, test.labels, strict=True)]
     assert 100 * sum(right) / len(right) == pytest.approx(metrics["test_accuracy_percent"])
 
@@ -350,7 +350,7 @@ def test_the_weights_in_the_repository_can_be_used(folder):
 def test_the_weights_for_mnist_classify_the_digits_of_mnist_5k():
     digits = load_splits("mnist-5k", Path("data")).test
     classifier = Classifier.from_pretrained(WEIGHTS[0].parent / "efficient-capsnet-mnist")
-    names = classifier.predict(digits.pixels[::5]).class_names
+    names = classifier.predict(digits.pixels[::5]).predicted_classes
     assert np.mean([int(name) == label for name, label in zip(names, digits.labels[::5].tolist(), strict=True)]) > 0.98
 
 

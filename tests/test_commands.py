@@ -112,7 +112,7 @@ def test_all_images_of_a_folder_are_predicted_and_written_to_a_table(call, finis
     assert header == ["file", "predicted_class", "score left", "score right"]
     paths = [folder / "deep" / "a, b.png", folder / "z.PNG", images / "left" / "001.png"]
     answer = Classifier.from_pretrained(finished[0]).predict(paths)
-    for row, path, name, scores in zip(rows, paths, answer.class_names, answer.scores.tolist(), strict=True):
+    for row, path, name, scores in zip(rows, paths, answer.predicted_classes, answer.scores.tolist(), strict=True):
         assert row == [str(path), name, *(f"{score:.6g}" for score in scores)]
 
 

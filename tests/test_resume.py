@@ -380,7 +380,7 @@ def test_of_equal_scores_every_command_names_the_first_class(call, tmp_path):
     assert code == 0, error
     answer = Classifier.from_pretrained(tmp_path / "flat").predict(tmp_path / "digit.png")
     assert len(answer.scores.unique()) == 1
-    assert answer.class_names == ["a"]
+    assert answer.predicted_classes == ["a"]
     assert re.search(r"digit\.png\W+a\W+0\.\d+\W+b\W", out)
 
 

@@ -122,11 +122,11 @@ class Answer(NamedTuple):
     """Predicted class names and scores of images, as `Classifier.predict` returns them.
 
     Arguments:
-        class_names: for each image, the name of the class with the highest score.
+        predicted_classes: for each image, the name of the class with the highest score.
         scores: ``[N, K]`` for N images and K classes: activations in [0, 1], or logits if ``model.logits`` is True.
     """
 
-    class_names: list[str]
+    predicted_classes: list[str]
     scores: Float[Tensor, "N K"]
 
 

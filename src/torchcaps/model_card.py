@@ -29,7 +29,7 @@ torchcaps predict {quoted} IMAGE
 from torchcaps import Classifier
 
 classifier = Classifier.from_pretrained({literal})
-print(classifier.predict("IMAGE").class_names)
+print(classifier.predict("IMAGE").predicted_classes)
 ```
 
 | | |
