@@ -26,7 +26,6 @@ from torchcaps import (
     Preprocessing,
     Routing,
 )
-from torchcaps.classifier import evaluating
 from torchcaps.data import load_splits, read_image
 from torchcaps.errors import Diverged
 from torchcaps.inspection import inspect as inspect_image
@@ -34,6 +33,7 @@ from torchcaps.models.pretrained import _set_weights
 from torchcaps.options import LATER
 from torchcaps.recipe import Recipe
 from torchcaps.run_folder import read_run
+from torchcaps.threads import evaluating
 
 TINY = {"image_shape": (1, 20, 20), "num_classes": 3, "convolution_channels": 8, "primary_types": 2}
 

@@ -4,6 +4,8 @@ import gzip
 import re
 import struct
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from hashlib import md5
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -47,6 +49,8 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if "cutting" in manner and len(self.server.asked) <= self.server.cuts:
             rest = rest[: len(rest) // 2]
+        if manner == "slow":
+            time.sleep(1)
         self.wfile.write(rest)
 
     def log_message(self, *_):
@@ -245,3 +249,14 @@ def test_mnist_is_downloaded_only_if_it_is_missing(server, tmp_path, monkeypatch
     assert train.labels.tolist() == [5, 0, 9]
     assert test.image_shape == (1, 28, 28)
     assert len(server.asked) == 8
+
+
+def test_a_file_that_two_threads_need_at_once_is_downloaded_once(server, tmp_path, capsys):
+    path = tmp_path / "data" / "raw"
+    with ThreadPoolExecutor(2) as threads:
+        for done in [threads.submit(download, [f"{server.url}/slow/raw"], path, RIGHT) for _ in range(2)]:
+            done.result()
+    assert path.read_bytes() == CONTENT
+    assert server.asked == [("slow", 0)]
+    assert f"another process is downloading {path}: waiting for it" in capsys.readouterr().err
+    assert left(tmp_path) == ["raw"]

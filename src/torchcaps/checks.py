@@ -29,6 +29,16 @@ def bounds(tensor: Tensor) -> tuple[float | int, float | int]:
     return low, high
 
 
+def is_compiling() -> bool:
+    """Return whether this thread compiles or exports a network.
+
+    ``torch.compiler.is_compiling`` is not enough: during an export, it returns True in all threads of the process.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return True
+    return torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() > 0
+
+
 def has_values(tensor: Tensor) -> bool:
     """Return whether the values of a tensor can be read now.
 
@@ -40,7 +50,7 @@ def has_values(tensor: Tensor) -> bool:
         (True, False)
     """
     return (
-        not torch.compiler.is_compiling()
+        not is_compiling()
         and not torch.jit.is_tracing()
         and type(tensor) is Tensor
         and not tensor.is_meta

@@ -1,12 +1,9 @@
 """`Classifier`: a trained network with its image preprocessing, which predicts class names for image files."""
 
-import os
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from io import IOBase
 from pathlib import Path
-from threading import RLock, get_ident
 from typing import Any, NamedTuple, TypeVar, get_args
 
 import numpy as np
@@ -23,83 +20,9 @@ from torchcaps.errors import BadInput, Diverged
 from torchcaps.models import MODELS
 from torchcaps.models.pretrained import CONFIG, Pretrained, local_folder, read_config, upload
 from torchcaps.options import NEWER, absent, check_kind, check_options, kinds_of
+from torchcaps.threads import evaluating
 
 OwnClassifier = TypeVar("OwnClassifier", bound="Classifier")
-
-_USES: dict[nn.Module, list["_Use"]] = {}
-"""For each model inside `evaluating`, its uses in the order in which they began."""
-_TRAINERS: dict[nn.Module, int] = {}
-"""For each model that `fit` trains now, the thread that trains it."""
-_CHANGING = RLock()
-"""Lock for changes of `_USES`, of `_TRAINERS` and of the modes."""
-
-
-@dataclass(eq=False)
-class _Use:
-    """One use of a model in a thread, and the modes that its modules get back at the end."""
-
-    thread: int
-    modes: dict[nn.Module, bool]
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Set a model to evaluation mode. At the end, each module gets its own mode back: frozen modules stay frozen.
-
-    If several threads evaluate the same model, the modules get their modes back when the last thread has finished.
-
-    Raises:
-        BadInput: another thread trains the model.
-    """
-    use = _Use(get_ident(), {})
-    try:
-        with _CHANGING:
-            if _TRAINERS.get(uncompiled(model), use.thread) != use.thread:
-                raise BadInput(
-                    "another thread trains this network, and evaluation mode would disturb the training: use a copy "
-                    "of the network, made with copy.deepcopy"
-                )
-            use.modes = {module: module.training for module in model.modules()}
-            _USES.setdefault(uncompiled(model), []).append(use)
-            model.eval()
-        yield
-    finally:
-        with _CHANGING:
-            uses = _USES.pop(uncompiled(model), [])
-            begun = uses.index(use) if use in uses else len(uses)
-            others = [other for other in uses if other.thread != use.thread]
-            later = [other for other in uses[begun:] if other in others]
-            if later:
-                later[0].modes = use.modes
-            elif not others:
-                for module, mode in use.modes.items():
-                    module.training = mode
-            if remaining := [other for other in uses if other is not use]:
-                _USES[uncompiled(model)] = remaining
-
-
-@contextmanager
-def training(model: nn.Module) -> Iterator[None]:
-    """Mark a model as being trained by this thread, so that `evaluating` refuses it in other threads."""
-    with _CHANGING:
-        _TRAINERS[model] = get_ident()
-    try:
-        yield
-    finally:
-        with _CHANGING:
-            _TRAINERS.pop(model, None)
-
-
-def _forget_uses() -> None:
-    """Forget the uses of threads that do not exist in a process that was just forked."""
-    global _CHANGING
-    _CHANGING = RLock()
-    _USES.clear()
-    _TRAINERS.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_uses)
 
 
 def check_finite(scores: Tensor, model: nn.Module, cure: str = "train the network again") -> None:

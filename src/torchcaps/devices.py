@@ -5,7 +5,6 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from threading import Lock
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torchcaps.data import Splits
 from torchcaps.environment import check_variables, processes
 from torchcaps.errors import BadInput
 from torchcaps.recipe import Recipe
+from torchcaps.threads import Lock
 
 _LOCK = Lock()
 """Lock for changes of `_trainings` and `_settings`."""

@@ -33,6 +33,7 @@ from torchcaps.environment import is_terminal, under_torchrun
 from torchcaps.errors import BadInput, first_line
 from torchcaps.recipe import PRECISIONS, Precision, Recipe, resolve_precision
 from torchcaps.scores import top_5_percent
+from torchcaps.threads import evaluating
 from torchcaps.training_module import TrainingModule
 
 NO_FOLDER = os.devnull
@@ -87,7 +88,8 @@ def evaluate(
 
     Raises:
         BadInput: `images` is not an `Images` or is empty, or does not fit the classifier or the model's number of
-            classes; `precision` is unknown; `workers` is negative; a score is not finite; or the memory runs out.
+            classes; another thread trains the model; `precision` is unknown; `workers` is negative; a score is not
+            finite; or the memory runs out.
         KeyboardInterrupt: the evaluation was interrupted, for example by Ctrl-C.
     """
     if workers is not None:
@@ -127,7 +129,8 @@ def evaluate(
     loader = Batches(batches, np.arange(len(images)), images_per_batch(batch_size, preprocessing), workers, runs_on)
     device = next((weights.device for weights in model.parameters()), torch.device("cpu"))
     try:
-        accuracy = accuracy_on(trainer, module, loader, "use fewer --workers or smaller batches (--batch-size)")
+        with evaluating(model):
+            accuracy = accuracy_on(trainer, module, loader, "use fewer --workers or smaller batches (--batch-size)")
     finally:
         model.to(device)  # Lightning has moved it to the CPU
     scores = None if module.scored is None else module.scored[:, :-1]

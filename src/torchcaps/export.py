@@ -4,7 +4,6 @@ import copy
 import io
 import json
 import logging
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -26,6 +25,7 @@ from torchcaps.decoder import has_optional_decoder
 from torchcaps.errors import BadInput, first_line
 from torchcaps.models.pretrained import model_name
 from torchcaps.routing import Rule
+from torchcaps.threads import without_warnings
 
 Format = Literal["onnx", "pt2", "aoti"]
 FORMATS: tuple[str, ...] = get_args(Format)
@@ -197,8 +197,7 @@ def _quiet() -> Iterator[None]:
     for log in levels:
         log.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with without_warnings():
             yield
     finally:
         for log, level in levels.items():

@@ -11,6 +11,7 @@ from torch import nn
 from torchcaps.data import DATASETS
 from torchcaps.errors import BadInput, DataWarning
 from torchcaps.models import Pretrained, TimmCapsNet, create_model, routing_of
+from torchcaps.models.foreign import keeping_random_state
 from torchcaps.models.pretrained import CONFIG, WEIGHTS, local_folder, read_config, read_weights
 from torchcaps.recipe import Recipe
 
@@ -103,6 +104,6 @@ def _depending_on_classes(model: nn.Module, recipe: Recipe) -> set[str]:
     options["num_classes"] += 1
     if routing := routing_of(recipe.model, recipe.model_options, recipe.routing_options):
         options["routing"] = routing
-    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+    with torch.device("meta"), keeping_random_state(type(model)):
         wider = create_model(recipe.model, **options).state_dict()
     return {name for name, value in model.state_dict().items() if wider[name].shape != value.shape}

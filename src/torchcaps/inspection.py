@@ -12,11 +12,12 @@ from torch import Tensor
 
 from torchcaps.capsules import Capsules, Prediction
 from torchcaps.checks import described
-from torchcaps.classifier import Classifier, check_finite, evaluating
+from torchcaps.classifier import Classifier, check_finite
 from torchcaps.errors import BadInput, caption
 from torchcaps.feature_maps import feature_maps, in_the_image, place_of
 from torchcaps.pictures import COLOURS, as_picture
 from torchcaps.recording import RECORDING, Layer, equal_parts, recorded
+from torchcaps.threads import evaluating
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from torchcaps.capsules import Capsules, check_capsules, coordinate_addition, vector_side
-from torchcaps.checks import check_number, check_shape, check_sizes, described, has_values
+from torchcaps.checks import check_number, check_shape, check_sizes, described, has_values, is_compiling
 from torchcaps.routing import LayerShape, Routing, Rule, rule_for
 from torchcaps.routing_map import Constant, RoutingMap
 
@@ -383,7 +383,7 @@ class SharedCaps(TransformModule):
 
     def _map_of(self, sites: int, device: torch.device) -> RoutingMap:
         """Return a routing map with ``sites`` child sites. The previous map is reused if its size is the same."""
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return RoutingMap.shared(sites, device)
         if self._map is not None and self._map.child_sites == sites:
             return self._map

@@ -64,7 +64,7 @@ RESIZED = {
     "crop": "resized and cropped to this size",
     "pad": "resized to fit and padded with black",
 }
-LEFTOVER = re.compile(r"(model\.safetensors|config\.json|README\.md)\.\d+\.part")
+LEFTOVER = re.compile(r"(model\.safetensors|config\.json|README\.md)\.\d+(-[0-9a-f]+)?\.part")
 """Names of temporary files that a killed `publish` may leave behind."""
 
 

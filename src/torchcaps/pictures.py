@@ -8,10 +8,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from torchcaps.classifier import evaluating
 from torchcaps.data import Images, Preprocessing
 from torchcaps.data.files import write_picture
 from torchcaps.errors import caption
+from torchcaps.threads import evaluating
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#999999")
 """Colours that people with colour blindness can distinguish (Okabe & Ito)."""

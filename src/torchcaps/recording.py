@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from inspect import signature
-from threading import RLock, get_ident
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +19,9 @@ from torchcaps.routing.agreement import Agreement, Means, Moments
 from torchcaps.routing.rule import Rule
 from torchcaps.routing.votes import Votes
 from torchcaps.routing_map import RoutingMap
+from torchcaps.threads import Lock
 
-RECORDING = RLock()
+RECORDING = Lock()
 """Lock that ensures that only one thread at a time records the routing passes of a model."""
 
 
@@ -192,8 +193,6 @@ def recorded(model: nn.Module) -> Iterator[list[Layer]]:
             layer.runs.append(Run(children, parents, len(layer.passes) - 1))
 
     def observe(votes: Votes, agreement: Agreement | None, moments: Moments | Means) -> None:
-        if before is not None:
-            before(votes, agreement, moments)
         if get_ident() == thread and running:
             entries = {} if agreement is None else agreement._asdict()  # an entry can be a weight of the rule
             copies: Any = {name: copy(x) for name, x in entries.items() if isinstance(x, Tensor)}
@@ -205,11 +204,11 @@ def recorded(model: nn.Module) -> Iterator[list[Layer]]:
             if isinstance(module, Rule):
                 handles.append(module.register_forward_pre_hook(begin(name), with_kwargs=True))
                 handles.append(module.register_forward_hook(end, always_call=True))
-        before, routing_votes.observer = routing_votes.observer, observe
+        routing_votes.observers.append(observe)
         try:
             yield layers
         finally:
-            routing_votes.observer = before
+            routing_votes.observers.remove(observe)
             thread = None  # a copy of the model that was made meanwhile keeps the hooks
             for handle in handles:
                 handle.remove()

@@ -18,6 +18,7 @@ from torchcaps.checks import (
     check_sizes,
     described,
     has_values,
+    is_compiling,
 )
 from torchcaps.kernels import in_onnx_export
 
@@ -47,7 +48,7 @@ class Constant:
             return self.values
         if device in self._copies:
             return self._copies[device]
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return self.values.to(device)
         with torch.inference_mode(False):
             copy = self.values.to(device)
@@ -125,7 +126,7 @@ class RoutingMap:
                     edges = edges.clone()
             served = (edges[:, 2] * self.child_sites + edges[:, 0]).unique() // self.child_sites
             self._set(bool((served.diff() > 0).all()), int(edges[:, 0].bincount(minlength=1).max()))
-        elif edges.is_meta and not torch.compiler.is_compiling():
+        elif edges.is_meta and not is_compiling():
             raise ValueError('edges are on the meta device, without values: create them with device="cpu"')
         object.__setattr__(self, "edges", edges)
         object.__setattr__(self, "constant", Constant(edges))

@@ -1,7 +1,6 @@
 """Read and write the files of a run, each atomically: recipe.json, image digests, metrics.csv and metrics.json."""
 
 import csv
-import errno
 import io
 import math
 import re
@@ -20,7 +19,7 @@ from torch import nn
 
 from torchcaps.checkpoints import load_best, load_last
 from torchcaps.data import Splits, difference, fingerprint
-from torchcaps.data.files import atomically, read_json, write_json
+from torchcaps.data.files import WITHOUT_LOCKS, atomically, read_json, write_json
 from torchcaps.data.fingerprint import SPLITS
 from torchcaps.environment import ENTRIES, changed_environment, environment
 from torchcaps.errors import BadInput, DataWarning, unreadable
@@ -28,12 +27,11 @@ from torchcaps.options import NEWER, absent, check_kind, fits
 from torchcaps.recipe import Recipe
 
 LOCK = ".lock"
-WITHOUT_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 """Errors with which a file system says that it has no locks."""
 MEASURED = ("train_loss", "validation_loss", "validation_accuracy_percent", "train_images_per_second", "seconds")
 """Columns of metrics.csv in runs of all versions."""
 DIGESTS = "image-digests.safetensors"
-LEFTOVER = re.compile(r"(.+\.(json|csv|ckpt|safetensors|png)\.\d+\.part|\.writable-\d+)")
+LEFTOVER = re.compile(r"(.+\.(json|csv|ckpt|safetensors|png)\.\d+(-[0-9a-f]+)?\.part|\.writable-\d+)")
 """Names of temporary files that a killed process may leave behind."""
 
 

@@ -18,11 +18,11 @@ from torch import nn
 
 from torchcaps.checkpoints import read_checkpoint, save_sealed
 from torchcaps.checks import described
-from torchcaps.classifier import evaluating
 from torchcaps.data.files import atomically
 from torchcaps.errors import BadInput
 from torchcaps.estimate import duration
 from torchcaps.run_folder import read_rows
+from torchcaps.threads import evaluating
 
 PROGRESS_SECONDS = 10.0
 """Seconds between two printed lines of progress within an epoch, if there is no progress bar."""

@@ -1,7 +1,6 @@
 """`CapsuleClassifier`: a capsule network as a scikit-learn classifier of image arrays."""
 
 import math
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -19,6 +18,7 @@ from torchcaps.models import create_model, model_class
 from torchcaps.options import kinds_of
 from torchcaps.recipe import Recipe, batch_starts, create_optimizer
 from torchcaps.routing import Routing
+from torchcaps.threads import Lock
 
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin
@@ -32,7 +32,7 @@ Estimator = TypeVar("Estimator", bound="CapsuleClassifier")
 SMALL = {"channels": (16, 32, 32, 64)}
 """Options of the default network. It suits small images and has less than a third of the parameters of
 Efficient-CapsNet (48,656 instead of 161,824 for ten classes of 28×28 images)."""
-_RANDOM_NUMBERS = threading.Lock()
+_RANDOM_NUMBERS = Lock()
 SMALLEST = 11
 """Height and width to which smaller images are padded: the smallest size that the default network accepts."""
 

@@ -25,7 +25,7 @@ from torchcaps.batches import default_workers
 from torchcaps.checkpoints import load_best, load_checkpoint, load_saved
 from torchcaps.checks import check_integer, described
 from torchcaps.chosen_epoch import best_epoch, check_best
-from torchcaps.classifier import Classifier, training
+from torchcaps.classifier import Classifier
 from torchcaps.compilation import check_compiled
 from torchcaps.confusion import per_class, save_confusion, warn_of_one_prediction
 from torchcaps.data import Images, Splits
@@ -53,8 +53,11 @@ from torchcaps.run_folder import begin_run, check_run, finished, locked, read_ro
 from torchcaps.run_writers import AtomicCheckpoints, EpochLog, ProgressBar, RunCheckpoint
 from torchcaps.seen_images import warn_of_seen_images
 from torchcaps.split_batches import SplitBatches
+from torchcaps.threads import Lock, training
 from torchcaps.training_module import TrainingModule, class_weights_of, images_for_batch_norms
 
+_SEEDED = Lock()
+"""Lock for the random numbers of the process while initial weights are drawn."""
 FEWER_WORKERS = "use fewer --workers, and continue with --resume"
 """Cure in an error message if a worker process of a training ends."""
 
@@ -87,6 +90,9 @@ def fit(
     the classes, the calibration error and the pictures are then those of the validation split. To evaluate such a run
     on the test split without more training, call `fit` again with ``resume=True`` and ``test=True``; the logger does
     not receive this test accuracy.
+
+    Trainings in several threads of one process share PyTorch's random numbers, so networks with dropout do not train
+    reproducibly there: use one process per training.
 
     Arguments:
         recipe: all settings of the training. They are saved in the folder's recipe.json.
@@ -153,8 +159,9 @@ def fit(
         if done is not None and done["evaluated_split"] in enough:
             return done
         last_of_run = last if resume and last.exists() else None
-        return _train(recipe, data, folder, module, devices, last_of_run, **options, trained=done is not None)
-    with locked(folder):
+        with training(module.model):
+            return _train(recipe, data, folder, module, devices, last_of_run, **options, trained=done is not None)
+    with locked(folder), training(module.model):
         begun = check_run(folder, recipe, splits, module, resume)
         done = finished(folder, recipe)
         if done is not None and done["evaluated_split"] in enough:
@@ -187,14 +194,15 @@ def new_module(
             the scores of the model.
     """
     recipe = replace(recipe, precision=resolve_precision(recipe.precision))
-    torch.manual_seed(recipe.seed)
     together = math.prod(processes(devices))
     images, batch_size = len(splits.train) // together, recipe.batch_size // together
     steps = recipe.epochs * len(batch_starts(images, batch_size))
     weights = class_weights_of(recipe, splits.train)
     classes = len(splits.train.class_names)
-    model = _new_model(recipe, splits.train, one_per_batch=min(images, batch_size) == 1)
-    module = module_class(model, recipe, classes, steps, weights)
+    with _SEEDED:
+        torch.manual_seed(recipe.seed)
+        model = _new_model(recipe, splits.train, one_per_batch=min(images, batch_size) == 1)
+        module = module_class(model, recipe, classes, steps, weights)
     if module_class.loss_and_scores is not TrainingModule.loss_and_scores:
         if recipe.compile:
             raise BadInput(f"compile is true, but {module_class.__name__} has its own loss: set compile=false")
@@ -260,7 +268,6 @@ def _train(
         with clear_errors(trainer, FEWER_WORKERS), ExitStack() as stack:
             if recipe.compile:
                 stack.callback(torch.compiler.reset)  # it frees the memory of the CUDA graphs
-            stack.enter_context(training(module.model))
             trainer.fit(module, data, ckpt_path=last)
         trainer.strategy.optimizers, trainer.strategy.lr_scheduler_configs = [], []
         module.zero_grad()  # the memory of optimiser and gradients is enough to read the checkpoint

@@ -1,8 +1,9 @@
 """Download a file from the first mirror whose copy has the right checksum."""
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http.client import HTTPException, HTTPResponse
 from importlib.util import find_spec
@@ -11,7 +12,7 @@ from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
-from torchcaps.data.files import CHUNK, checked, md5_of, present, uncompressed_md5, unwritable, verified
+from torchcaps.data.files import CHUNK, WITHOUT_LOCKS, checked, md5_of, present, uncompressed_md5, unwritable, verified
 from torchcaps.errors import BadInput
 
 TIMEOUT = 30
@@ -31,8 +32,8 @@ def download(
 
     Data is written to a partial file, `path` + ".part". If a connection was cut off, in this call or an earlier one, an
     HTTP Range request continues where the partial file ends. The partial file is renamed to `path` only if its checksum
-    is right, so `path` is always complete. A partial file with a wrong checksum is deleted. Do not download the same
-    file in several processes at once.
+    is right, so `path` is always complete. A partial file with a wrong checksum is deleted. If another process is
+    downloading the same file, this process waits for it.
 
     Arguments:
         urls: mirrors of the file, http or https, tried in order.
@@ -57,18 +58,50 @@ def download(
     reasons = []
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        for url in urls:
-            reason = _try_mirror(url, part, md5, progress, digest)
-            if reason is None:
-                os.replace(part, path)
+        with _downloading(path, progress) as waited:
+            if waited and path.exists() and digest(path) == md5:
                 return
-            reasons.append(f"{url}: {reason}")
+            for url in urls:
+                reason = _try_mirror(url, part, md5, progress, digest)
+                if reason is None:
+                    os.replace(part, path)
+                    return
+                reasons.append(f"{url}: {reason}")
     except OSError as error:
         raise unwritable(path, error) from error
     raise BadInput(
         f"the download of {path.name} failed ({'; '.join(reasons)}): connect to the network and try again, or copy the"
         f" file to {path} yourself"
     )
+
+
+@contextmanager
+def _downloading(path: Path, progress: bool) -> Iterator[bool]:
+    """Wait until no other process downloads the file. The result is whether this process has waited.
+
+    On a file system without locks, this process does not wait.
+    """
+    from filelock import FileLock, Timeout
+
+    file, waited = path.with_name(f"{path.name}.lock"), False
+    lock = FileLock(file, fallback_to_soft=False)
+    try:
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            waited = True
+            if progress:
+                print(f"another process is downloading {path}: waiting for it", file=sys.stderr, flush=True)
+            lock.acquire()
+    except OSError as error:
+        if error.errno not in WITHOUT_LOCKS:
+            raise
+    try:
+        yield waited
+    finally:
+        with suppress(OSError):  # Windows cannot delete an open file; filelock deletes it there
+            file.unlink()  # a process that waits for this lock finds the complete file
+        lock.release()
 
 
 def fetched(path: Path, md5: str, mirrors: Sequence[str], progress: bool = True, stored: bool = False) -> Path:

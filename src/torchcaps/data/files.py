@@ -5,6 +5,7 @@ import gzip
 import hashlib
 import json
 import os
+import secrets
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 CHUNK = 1 << 20
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Error numbers (errno) of a full disk, of an exceeded disk quota, and of a file that is too large."""
+
+WITHOUT_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+"""Error numbers (errno) of a file system without locks."""
 
 
 def content_of(path: Path, header_bytes: int, promised: Callable[[bytes], int], md5: str | None = None) -> bytearray:
@@ -170,7 +174,7 @@ def atomically(path: Path) -> Iterator[BinaryIO]:
     Raises:
         BadInput: the path is a folder or a device, or the file cannot be written, for example because the disk is full.
     """
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}.part")
     if path.exists() and not path.is_file():
         raise BadInput(f"{path} is a folder or a device: give the name of a file")
     try:

@@ -1,6 +1,6 @@
 """Read one image file."""
 
-import warnings
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torchcaps.checks import check_choice
 from torchcaps.errors import BadInput
+from torchcaps.threads import without_warnings
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
@@ -219,12 +220,13 @@ def _opened(content: bytes, name: Path | str) -> Iterator["ImageFile"]:
     from PIL import Image, UnidentifiedImageError
 
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # such as warnings about metadata
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(BytesIO(content), formats=tuple(FORMATS.values())) as file:
-                yield file
-    except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
+        # The warnings concern metadata, for example.
+        with without_warnings(), Image.open(BytesIO(content), formats=tuple(FORMATS.values())) as file:
+            most, pixels = Image.MAX_IMAGE_PIXELS, math.prod(file.size)
+            if most is not None and pixels > most:
+                raise Image.DecompressionBombError(f"{pixels:,} pixels, at most {most:,}")
+            yield file
+    except Image.DecompressionBombError as error:
         raise BadInput(f"{name} has too many pixels ({error}): make the image smaller") from error
     except UnidentifiedImageError as error:
         known = ", ".join(sorted(set(FORMATS.values())))

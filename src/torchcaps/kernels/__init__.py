@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from torchcaps.checks import check_choice
+from torchcaps.checks import check_choice, is_compiling
 from torchcaps.kernels.flops import let_flops_be_counted
 
 try:
@@ -65,7 +65,7 @@ def chosen_fused(backend: Backend, obstacle: str | None) -> bool:
     if backend == "fused" and obstacle is not None:
         raise ValueError(f'backend "fused" does not support this call ({obstacle}): use "auto" or "reference"')
     fused = backend != "reference" and obstacle is None
-    if fused and not torch.compiler.is_compiling():
+    if fused and not is_compiling():
         let_flops_be_counted()
     return fused
 
@@ -92,7 +92,7 @@ def obstacle(pose: Tensor, transform: Tensor, dtype: torch.dtype) -> str | None:
         return "triton is not installed"
     # torch.compile cannot trace the question for the capability. Inductor refuses NVIDIA GPUs below 7.0 itself.
     if not on_cpu and (
-        torch.version.hip is not None or (not torch.compiler.is_compiling() and not _has_capability(pose.device.index))
+        torch.version.hip is not None or (not is_compiling() and not _has_capability(pose.device.index))
     ):
         return "the fused kernels need an NVIDIA GPU of compute capability 7.0 or higher"
     if not kernels_read(dtype, on_cpu):
@@ -117,17 +117,21 @@ def _has_capability(gpu: int) -> bool:
 
 def in_torch_func() -> bool:
     """Return whether a transform of torch.func or forward-mode differentiation is active, also while compiling."""
-    if torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling():
+    if is_compiling() and not torch.compiler.is_dynamo_compiling():
         return False
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def in_onnx_export() -> bool:
-    """Return whether an ONNX export is running.
+    """Return whether this thread exports a network to ONNX.
 
-    This function does not import torch.onnx, because the import takes longer than a typical call of a kernel.
+    This function does not import torch.onnx, because the import takes longer than a typical call of a kernel. Another
+    thread may be importing it just now. An export in another thread does not count.
     """
-    return "torch.onnx" in sys.modules and sys.modules["torch.onnx"].is_in_onnx_export()
+    running = getattr(sys.modules.get("torch.onnx"), "is_in_onnx_export", None)
+    if running is None or not running():
+        return False
+    return torch._C._len_torch_dispatch_stack() > 0 or torch.jit.is_tracing()
 
 
 def expect_one_device(pose: Tensor, edges: Tensor) -> None:

@@ -13,7 +13,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from torchcaps.threads import Lock
+
 __all__ = ["let_flops_be_counted"]
+
+_REGISTERING = Lock()
 
 
 def _of_votes(pose, transform, edge_lists, parent_sites) -> tuple[int, int]:
@@ -77,12 +81,15 @@ def let_flops_be_counted() -> None:
     is created, so the formulas are also added to counters that are already active.
     """
     module = sys.modules.get("torch.utils.flop_counter")
-    if module is None:
+    if module is None or not hasattr(module, "FlopCounterMode"):  # another thread may be importing it
         return
     operators = torch.ops.torchcaps
     if operators.moments not in module.flop_registry:
-        for formula in (_moments, _couplings, _moments_backward, _votes_backward):
-            module.register_flop_formula(getattr(operators, formula.__name__[1:]), get_raw=True)(formula)
+        with _REGISTERING:
+            for formula in (_moments, _couplings, _moments_backward, _votes_backward):
+                operator = getattr(operators, formula.__name__[1:])
+                if operator not in module.flop_registry:
+                    module.register_flop_formula(operator, get_raw=True)(formula)
     for mode in _get_current_dispatch_mode_stack():
         if (counter := getattr(mode, "counter", None)) is not None and hasattr(counter, "flop_registry"):
             for operator, formula in module.flop_registry.items():

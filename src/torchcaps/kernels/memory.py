@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.types import IntLikeType
 
+from torchcaps.checks import is_compiling
+
 __all__ = [
     "Layout",
     "addresses",
@@ -70,7 +72,7 @@ def samples_in_lanes(pose: Tensor, transform: Tensor, own_transforms: bool, most
     lanes, types, numbers = lanes_of(pose), transform.shape[2], pose.shape[3] * transform.shape[4]
     full, cache = types / padded(types, lanes), 256 * 1024
     small = 5 * 64 * most_edges * types * numbers <= cache
-    return small and full < 0.75 and (torch.compiler.is_compiling() or pose.shape[0] >= lanes / 2)
+    return small and full < 0.75 and (is_compiling() or pose.shape[0] >= lanes / 2)
 
 
 def vector_strides(shape: Sequence[IntLikeType], by_sample: bool) -> tuple[IntLikeType, ...]:
@@ -113,7 +115,7 @@ def for_kernels(of_children: Tensor) -> Tensor:
     if of_children.is_cpu:
         return of_children.contiguous()
     batch, *others = of_children.shape
-    if of_children.ndim < 5 or torch.compiler.is_compiling() or sample_stride(batch) == batch:
+    if of_children.ndim < 5 or is_compiling() or sample_stride(batch) == batch:
         return of_children.movedim(0, -1).contiguous().movedim(-1, 0)
     return laid_out(of_children, samples_last_strides((sample_stride(batch), *others)))
 

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchcaps.checks import is_compiling
+
 __all__ = ["PLAIN", "differentiate", "needs_the_dispatcher", "operator", "pose_of", "refuse_batched"]
 
 _library = torch.library.Library("torchcaps", "DEF")
@@ -21,7 +23,7 @@ def needs_the_dispatcher(arguments: tuple[Any, ...]) -> bool:
     This is also true for a device that is neither a CPU nor a CUDA GPU.
     """
     return (
-        torch.compiler.is_compiling()
+        is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._are_functorch_transforms_active()
         or torch.autograd._profiler_enabled()

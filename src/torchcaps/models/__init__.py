@@ -4,23 +4,19 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
-from torch.nn import init
-from torch.overrides import TorchFunctionMode
-
 from torchcaps.capsules import Prediction
 from torchcaps.checks import described
 from torchcaps.errors import BadInput, first_line, nearest
 from torchcaps.models.attention import AttentionCapsNet
 from torchcaps.models.capsnet import BaselineCNN, CapsNet
 from torchcaps.models.efficient import EfficientCapsNet
+from torchcaps.models.foreign import is_foreign
 from torchcaps.models.generative import GenerativeCapsNet
 from torchcaps.models.head import CapsuleHead
 from torchcaps.models.matrix import MatrixBaselineCNN, MatrixCapsNet
 from torchcaps.models.pooled import PooledCapsNet, PooledCNN
 from torchcaps.models.pretrained import Pretrained
 from torchcaps.models.residual import ResidualCapsNet
-from torchcaps.models.saved_rules import is_foreign
 from torchcaps.models.self_routing import SelfRoutingCapsNet
 from torchcaps.models.timm_backbone import TimmCapsNet
 from torchcaps.options import check_options, kinds_of
@@ -107,22 +103,6 @@ def model_class(name: str) -> type[Pretrained]:
             f"got {described(MODELS[name])}"
         )
     return MODELS[name]
-
-
-DRAWS = (Tensor.normal_, Tensor.uniform_, init.normal_, init.uniform_, init.kaiming_uniform_)
-"""Functions with which networks draw initial values."""
-
-
-class WithoutDraws(TorchFunctionMode):
-    """Mode that leaves out the random initial values of a network on the meta device.
-
-    Otherwise, PyTorch would import its compiler to draw numbers that no memory holds, which takes more than a second.
-    """
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in DRAWS:
-            return args[0] if args else kwargs["tensor"]
-        return function(*args, **(kwargs or {}))
 
 
 def built(name: str, kind: type[Pretrained], options: Mapping[str, Any]) -> Pretrained:

@@ -6,7 +6,7 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,7 +20,8 @@ from torch import nn
 from torchcaps.capsules import Prediction
 from torchcaps.data.files import as_json, atomically, read_json
 from torchcaps.errors import BadInput, first_line, unreadable
-from torchcaps.models.saved_rules import both_settings, cure_of, is_foreign, restore_rules, same_setting, saved_rules
+from torchcaps.models.foreign import is_foreign, keeping_random_state
+from torchcaps.models.saved_rules import both_settings, cure_of, restore_rules, same_setting, saved_rules
 from torchcaps.options import absent, bound_options, check_options, kinds_of, plain_options, registered_name
 from torchcaps.routing import ROUTINGS
 
@@ -260,13 +261,12 @@ def _built(cls: type, options: Mapping[str, Any]) -> Any:
     A network of torchcaps with a rule of torchcaps is created on the meta device, where its weights use no memory.
     Other networks and rules may have constants, which would have no values on the meta device.
     """
-    from torchcaps.models import WithoutDraws, built
+    from torchcaps.models import built
 
     routing: Any = options.get("routing")
     rule = ROUTINGS.get(getattr(routing, "name", routing), cls)
     foreign = is_foreign(cls) or is_foreign(rule)
-    draws = nullcontext() if foreign else WithoutDraws()
-    with torch.device("cpu" if foreign else "meta"), torch.random.fork_rng(devices=[]), draws:
+    with torch.device("cpu" if foreign else "meta"), keeping_random_state(cls, rule):
         return built(model_name(cls), cls, options)
 
 

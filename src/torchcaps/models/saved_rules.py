@@ -8,10 +8,10 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from torch import nn
 
 from torchcaps.errors import BadInput
+from torchcaps.models.foreign import is_foreign, keeping_random_state
 from torchcaps.options import NEWER, check_kind, check_options, kinds_of, plain_options, registered_name
 from torchcaps.routing import ROUTINGS, Routing, Rule
 from torchcaps.routing.rule import stored_options
@@ -66,11 +66,6 @@ def saved_rules(model: nn.Module) -> dict[str, Any]:
                 "create: add it to torchcaps.ROUTINGS, or save model.state_dict()"
             )
     return found
-
-
-def is_foreign(kind: type) -> bool:
-    """Return whether a class belongs neither to torch nor to torchcaps."""
-    return not kind.__module__.startswith(("torch.nn.", "torchcaps."))
 
 
 def settings_of(model: nn.Module) -> dict[tuple[str, str], Any]:
@@ -176,7 +171,7 @@ def restore_rules(model: nn.Module, saved: Mapping[str, Any], change: Any, path:
         if change is not None and (not isinstance(change, Routing) or change.name != rule["rule"]):
             continue
         try:
-            with torch.random.fork_rng(devices=[]):
+            with keeping_random_state(kind):
                 made = kind(**{**rule["options"], **(change.options if change else {})})
         except (TypeError, ValueError, RuntimeError, MemoryError) as error:
             raise BadInput(f"{entry}: {error}") from error

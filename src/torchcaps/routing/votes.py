@@ -19,6 +19,7 @@ from torchcaps.checks import (
     check_not_negative,
     check_sizes,
     described,
+    is_compiling,
 )
 from torchcaps.kernels import Backend, chosen_fused, kernels_read, obstacle
 from torchcaps.kernels import autograd as fused
@@ -45,14 +46,14 @@ from torchcaps.routing_map import RoutingMap, added_at, check_children
 __all__ = ["Agreement", "Competition", "Gaussians", "Means", "Moments", "Recomputed", "Votes"]
 
 
-observer: Callable[["Votes", Agreement | None, Moments | Means], None] | None = None
-"""Function that is called after every pass, or None. `torchcaps.recording.recorded` sets it."""
+observers: list[Callable[["Votes", Agreement | None, Moments | Means], None]] = []
+"""Functions that are called after every pass. `torchcaps.recording.recorded` adds one."""
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Return a context manager that switches autocast off. The meta device has no autocast."""
     kind = device.type
-    if torch.compiler.is_compiling():  # PyTorch 2.11 cannot compile is_autocast_available
+    if is_compiling():  # PyTorch 2.11 cannot compile is_autocast_available
         # An exported graph must contain the context, because it may later run under autocast.
         return nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)
     needed = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
@@ -203,9 +204,7 @@ class Votes:
             with without_autocast(self.device):
                 options = {"variance": variance, "constant_couplings": constant_couplings}
                 found = self._written_out.moments(plain(parts), **options)
-        if observer is not None:
-            observer(self, agreement() if isinstance(agreement, Recomputed) else agreement, found)
-        return found
+        return self._observed(agreement, found)
 
     def gaussians(self, agreement: AnyAgreement = None, *, floor: float) -> Gaussians:
         """Fit a Gaussian to the votes for each parent. Its variance σ² is the variance of the votes plus ``floor``.
@@ -227,11 +226,14 @@ class Votes:
             return Gaussians(mass, mean, variance, log_volume(variance, floor))
         self._last[:] = [(agreement, False)]
         mass, mean, variance, _, _, _, volume = self._fused(agreement, floor=float(floor))
-        if observer is not None:
-            observer(
-                self, agreement() if isinstance(agreement, Recomputed) else agreement, Moments(mass, mean, variance)
-            )
+        self._observed(agreement, Moments(mass, mean, variance))
         return Gaussians(mass, mean, variance, volume)
+
+    def _observed(self, agreement: AnyAgreement, found: Moments | Means) -> Moments | Means:
+        """Report a pass to all observers, and return its moments."""
+        for observe in observers:
+            observe(self, agreement() if isinstance(agreement, Recomputed) else agreement, found)
+        return found
 
     def _fused(
         self, given: AnyAgreement, variance: bool = True, constant_couplings: bool = False, floor: float | None = None
