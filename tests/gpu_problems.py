@@ -12,6 +12,7 @@ from problems import MAPS as ALL_MAPS
 from problems import full_problem
 from torchcaps import RoutingMap
 from torchcaps.kernels import moments as operators
+from torchcaps.kernels.memory import packed
 from torchcaps.kernels.record import Record
 from torchcaps.routing.agreement import kernel_arguments
 from torchcaps.routing.votes import Agreement, Gaussians, Means, Moments
@@ -74,7 +75,12 @@ def prepare_once(patch):
 class Fused:
     """The same interface as `Votes`, computed by the operators."""
 
-    def __init__(self, pose, activation, transform, routing_map, competition="parents", none_of_the_above=False):
+    def __init__(
+        self, pose, activation, transform, routing_map, competition="parents", none_of_the_above=False,
+        logit_weights=None,
+    ):  # fmt: skip
+        self.pose_logits = logit_weights is not None
+        transform = packed(transform, logit_weights) if self.pose_logits else transform
         self.children = (pose, activation, transform, routing_map.edge_lists.on(pose.device))
         self.detached = [None if x is None else x.detach() for x in self.children]
         self.sites, self.options = routing_map.parent_sites, (competition == "types", none_of_the_above, False)
@@ -83,7 +89,7 @@ class Fused:
     def run(self, agreement, *options):
         size = len(Record._fields)
         tokens, self.tokens = self.tokens[:size], self.tokens[size:]
-        even = agreement is None
+        even = agreement is None and not self.pose_logits
         layer = *self.detached, self.sites, *kernel_arguments(agreement or Agreement()), even, *self.options
         return operators.moments(tokens, *layer, *options)
 

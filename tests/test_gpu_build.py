@@ -20,6 +20,7 @@ from triton.runtime import driver
 
 from torchcaps import RoutingMap
 from torchcaps.kernels.gpu import moments
+from torchcaps.kernels.memory import packed
 
 built, routing_map = [], RoutingMap.conv((3, 3), 2)
 
@@ -42,13 +43,15 @@ def compiled(kernel, grid):
     return run
 
 
-def run(dtype, parent_types, rows, inner, columns, types):
+def run(dtype, parent_types, rows, inner, columns, types, pose_logits=False):
     scalar, vector = torch.ones(2, 4, parent_types), torch.ones(2, 4, parent_types, rows, columns)
     pose, activation = torch.ones(2, 9, 2, rows, inner, dtype=dtype), torch.ones(2, 9, 2, dtype=dtype)
     agreement, given = (scalar, vector, vector, vector), (scalar, vector, vector)
     if types:
         activation, agreement, given = None, (None, vector, None, None), (scalar, vector, None)
     transform = torch.ones(4, 2, parent_types, inner, columns, dtype=dtype)
+    if pose_logits:
+        transform = packed(transform, torch.ones(4, 2, parent_types, rows * inner + 1, dtype=dtype))
     layer, options = (pose, activation, transform, routing_map.edge_lists.values, 4), (types, not types, False)
     even = moments.moments([], *layer, *(None,) * 4, 0.0, 0.0, True, *options, not types, False, None)
     forward = (*layer, *agreement, 0.1, 0.5 * (not types), False, *options, not types, False, None)
@@ -67,6 +70,8 @@ driver.set_active(Absent())
 JITFunction.__getitem__ = compiled
 run(torch.bfloat16, 5, 4, 4, 4, types=False)
 run(torch.float32, 3, 1, 2, 5, types=True)
+for dtype in (torch.bfloat16, torch.float32):
+    run(dtype, 5, 4, 4, 4, types=True, pose_logits=True)
 assert len(set(built)) == 10, built
 """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -27,6 +27,8 @@ def everything(votes, case, routing_map, rule, device="cpu", dtype=torch.float64
     }
     children = (leaves["pose"], leaves.get("activation"), leaves["transform"])
     routing_map = replace(routing_map, edges=routing_map.edges.to(device))
+    if "logit_weights" in leaves:
+        options["logit_weights"] = leaves["logit_weights"]
     found = rule(votes(*children, routing_map, **options), Agreement(*(leaves.get(name) for name in PARTS)))
     outputs = [x for x in found if x is not None]
     random = torch.Generator().manual_seed(1)
@@ -123,6 +125,13 @@ def test_every_kind_of_pass_equals_the_reference(device, rule):
 )
 def test_several_passes_equal_the_reference(device, rule, competition):
     compare(device, problem(SMALL), SMALL, rule, competition=competition)
+
+
+@pytest.mark.parametrize(("pose", "rule"), [("vector", even), ("matrix", one_pass), ("odd", as_in_dynamic_routing)])
+def test_logits_that_depend_on_poses_equal_the_reference(device, pose, rule):
+    case = problem(SMALL, 5, pose)
+    weights = torch.randn(*case["transform"].shape[:3], case["pose"][0, 0, 0].numel() + 1).double()
+    compare(device, case | {"logit_weights": weights}, SMALL, rule, competition="types")
 
 
 def test_couplings_equal_the_reference(device):

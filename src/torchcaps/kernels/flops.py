@@ -20,13 +20,14 @@ __all__ = ["let_flops_be_counted"]
 _REGISTERING = Lock()
 
 
-def _of_votes(pose, transform, edge_lists, parent_sites) -> tuple[int, int]:
-    """Return the FLOPs of one multiply-add per element of all votes, and the FLOPs of computing all votes."""
+def _of_votes(pose, transform, edge_lists, parent_sites) -> tuple[int, int, int]:
+    """Return the FLOPs of a multiply-add per element of all votes, of computing all votes, and of the pose logits."""
     from torchcaps.kernels.record import shapes_of  # imported here to avoid a circular import
 
     edges = shapes_of(pose, transform, edge_lists, parent_sites, types=False, by_sample=False).edges
     product = 2 * pose.shape[0] * edges * pose.shape[3] * prod(transform.shape[1:3]) * transform.shape[4]
-    return product, transform.shape[3] * product
+    logits = product // (pose.shape[3] * transform.shape[4]) * (prod(pose.shape[3:]) + 1)
+    return product, pose.shape[4] * product, logits if transform.shape[3] > pose.shape[4] else 0
 
 
 def _given(*tensors: Tensor | None) -> int:
@@ -37,13 +38,13 @@ def _moments(
     tokens, pose, activation, transform, edge_lists, parent_sites, constant, linear, quadratic, centre, variance_floor,
     inverse_temperature, uniform, types, none_of_the_above, by_sample, with_variance, *_, **__,
 ):  # fmt: skip
-    product, making = _of_votes(pose, transform, edge_lists, parent_sites)
-    return uniform * making + (1 + with_variance + _given(linear, quadratic)) * product
+    product, making, logits = _of_votes(pose, transform, edge_lists, parent_sites)
+    return uniform * making + (1 + with_variance + _given(linear, quadratic)) * product + logits
 
 
 def _couplings(pose, transform, edge_lists, parent_sites, constant, linear, quadratic, *_, **__):
-    product, _ = _of_votes(pose, transform, edge_lists, parent_sites)
-    return _given(linear, quadratic) * product
+    product, _, logits = _of_votes(pose, transform, edge_lists, parent_sites)
+    return _given(linear, quadratic) * product + logits
 
 
 def _moments_backward(
@@ -53,7 +54,7 @@ def _moments_backward(
     """Count the FLOPs of the gradients of the couplings and of the agreement."""
     from torchcaps.kernels.record import records_of
 
-    product, _ = _of_votes(pose, transform, edge_lists, parent_sites)
+    product, *_ = _of_votes(pose, transform, edge_lists, parent_sites)
     (one,) = records_of(record)
     return (_given(one.mean_grad, one.variance) + agreement_grads * _given(one.linear, one.quadratic)) * product
 
@@ -66,12 +67,12 @@ def _votes_backward(pose, activation, transform, edge_lists, parent_sites, recor
     """
     from torchcaps.kernels.record import records_of
 
-    product, making = _of_votes(pose, transform, edge_lists, parent_sites)
+    product, making, logits = _of_votes(pose, transform, edge_lists, parent_sites)
     products = 0
     for one in records_of(records):
         products += (1 + (activation is not None and not _given(one.log_sums))) * _given(one.mean_grad, one.variance)
         products += _given(one.coupling_grads) * _given(one.linear, one.quadratic)
-    return 2 * making + products * product
+    return 2 * (making + logits) + products * product
 
 
 def let_flops_be_counted() -> None:

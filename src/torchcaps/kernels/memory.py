@@ -20,12 +20,14 @@ __all__ = [
     "has_strides",
     "laid_out",
     "lanes_of",
+    "packed",
     "padded",
     "power_of_2",
     "sample_stride",
     "samples_in_lanes",
     "samples_last_strides",
     "statistics_dtype",
+    "unpacked",
     "vector_strides",
 ]
 
@@ -52,6 +54,28 @@ def lanes_of(tensor: Tensor) -> int:
 def padded(count: IntLikeType, lanes: int) -> IntLikeType:
     """Round a count up to a multiple of `lanes`."""
     return -(-count // lanes) * lanes
+
+
+def packed(transform: Tensor, logit_weights: Tensor) -> Tensor:
+    """Append the weights of the logits that depend on poses to the numbers of each transform, in rows of N numbers.
+
+    The kernels recognise these transforms, because they have more rows than the poses have columns.
+
+    Arguments:
+        transform: ``[K, C, J, Q, N]``, the matrices that turn the pose of a child into votes.
+        logit_weights: ``[K, C, J, R·Q + 1]``; see `torchcaps.Votes`.
+    """
+    columns, numbers = transform.shape[4], torch.cat([transform.flatten(3), logit_weights], dim=3)
+    return torch.nn.functional.pad(numbers, (0, -numbers.shape[3] % columns)).unflatten(3, (-1, columns))
+
+
+def unpacked(transform: Tensor, pose_shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return the arguments of `packed`, for children with poses of ``pose_shape`` (R, Q)."""
+    (rows, inner), columns = pose_shape, transform.shape[4]
+    numbers, weights, _ = transform.flatten(3).split_with_sizes(
+        [inner * columns, rows * inner + 1, (transform.shape[3] - inner) * columns - rows * inner - 1], dim=3
+    )
+    return numbers.unflatten(3, (inner, columns)), weights
 
 
 def samples_in_lanes(pose: Tensor, transform: Tensor, own_transforms: bool, most_edges: int) -> bool:

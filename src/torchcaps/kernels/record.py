@@ -89,7 +89,8 @@ class Shapes:
 
     G is the number of softmaxes per child type and sample: one per child site, or one per edge if `types` is True, that
     is, if only the types at the same parent site compete. `lanes` is the number of SIMD lanes of the CPU, and 1 on a
-    GPU.
+    GPU. A transform has more than Q rows if the further rows hold the weights of logits; see
+    `torchcaps.kernels.memory.packed`.
     """
 
     def __init__(
@@ -103,11 +104,11 @@ class Shapes:
         lanes: int,
     ) -> None:
         batch, sites, child_types, rows, inner = pose
-        transforms, _, parent_types, _, columns = transform
+        transforms, _, parent_types, depth, columns = transform
         self.edges = edges = (edge_lists - sites - parent_sites - transforms - 3) // 5
         groups = (padded(batch, lanes if by_sample else 1), edges if types else sites, child_types)
         vectors = (batch, parent_sites, parent_types, rows, columns)
-        self.sizes = (*pose[:3], parent_sites, parent_types, transforms, rows, inner, columns, edges)
+        self.sizes = (*pose[:3], parent_sites, parent_types, transforms, rows, inner, columns, edges, depth)
         self.couplings = (batch, parent_types, edges, child_types)
         scalar = contiguous(*vectors[:3]) if lanes > 1 else (vectors[:3], samples_last_strides(vectors[:3]))
         vector = vectors, vector_strides(vectors, by_sample or lanes == 1)
@@ -118,7 +119,7 @@ class Shapes:
         self.layer: dict[str, Layout] = {
             "pose": contiguous(*pose),
             "activation": contiguous(*pose[:3]),
-            "transform": contiguous(transforms, child_types, parent_types, inner, columns),
+            "transform": contiguous(transforms, child_types, parent_types, depth, columns),
         }
         agreement, softmaxes = (scalar, *3 * (vector,)), (self.log_sums, self.coupling_grads)
         found, gradients = (vector, scalar, scalar, vector), (scalar, vector, vector, scalar)

@@ -9,8 +9,9 @@ from torch import Tensor
 from torchcaps.capsules import Capsules, SquashForm, squash, squashed
 from torchcaps.checks import check_choice, check_iterations
 from torchcaps.kernels import BACKENDS, Backend
+from torchcaps.routing.precision import without_autocast
 from torchcaps.routing.rule import Rule, capsules_in_dtype, passes_of
-from torchcaps.routing.votes import COMPETITIONS, Agreement, Competition, Votes, without_autocast
+from torchcaps.routing.votes import COMPETITIONS, Agreement, Competition, Votes
 from torchcaps.routing_map import RoutingMap
 
 Logits = Literal["cumulative", "latest"]

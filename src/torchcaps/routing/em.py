@@ -21,8 +21,9 @@ from torchcaps.checks import (
 from torchcaps.kernels import BACKENDS, Backend
 from torchcaps.kernels.gaussian import log_volume
 from torchcaps.routing.agreement import COMPETITIONS
+from torchcaps.routing.precision import in_dtype, without_autocast
 from torchcaps.routing.rule import LayerShape, Rule, capsules_in_dtype
-from torchcaps.routing.votes import Agreement, Competition, Votes, in_dtype, without_autocast
+from torchcaps.routing.votes import Agreement, Competition, Votes
 from torchcaps.routing_map import RoutingMap
 
 TemperatureSchedule = Literal["rising", "constant"]

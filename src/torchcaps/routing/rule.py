@@ -14,7 +14,8 @@ from torchcaps.errors import BadInput
 from torchcaps.kernels import Backend
 from torchcaps.kernels.memory import statistics_dtype
 from torchcaps.routing.agreement import Competition
-from torchcaps.routing.votes import Votes, in_dtype, without_autocast
+from torchcaps.routing.precision import in_dtype, without_autocast
+from torchcaps.routing.votes import Votes
 from torchcaps.routing_map import RoutingMap, check_children
 
 OwnRule = TypeVar("OwnRule", bound="Rule")
@@ -115,6 +116,10 @@ class Rule(nn.Module):
         """
         return pose, transform
 
+    def logit_weights(self) -> Float[Tensor, "K C J W"] | None:
+        """Return the argument ``logit_weights`` of `Votes`, with which logits depend on the poses of the children."""
+        return None
+
     def contributions(
         self, votes: Float[Tensor, "J E C R N"], weights: Float[Tensor, "J E C"], columns: int
     ) -> Float[Tensor, "J E C R columns"]:
@@ -196,6 +201,7 @@ class Rule(nn.Module):
                 none_of_the_above=self.none_of_the_above,
                 passes=self.passes,
                 backend=self.backend,
+                logit_weights=self.logit_weights(),
             )
             parents = self.route(votes, **options)
             if not _are_capsules(parents):

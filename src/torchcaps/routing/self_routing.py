@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torchcaps.capsules import Capsules
 from torchcaps.checks import check_shape, check_sizes
 from torchcaps.routing.rule import LayerShape, Rule, check_transform
-from torchcaps.routing.votes import Agreement, Competition, Votes
+from torchcaps.routing.votes import Competition, Votes
 from torchcaps.routing_map import RoutingMap
 
 
@@ -70,30 +70,24 @@ class SelfRouting(Rule):
         return cls(layer.transforms, layer.child_types, layer.parent_types, layer.child_pose_shape, **options)
 
     def prepare(self, pose: Tensor, transform: Tensor, routing_map: RoutingMap) -> tuple[Tensor, Tensor]:
-        """Append an R×R matrix to every vote. The trace of this matrix is the logit of the coupling.
-
-        Diagonal element r is the dot product of row r of the pose and column r of W. For r = 0, b is added to it.
-        """
+        """Check that the rule was created for these children and transforms."""
         check_transform(transform, self.bias, "b")
-        rows, columns = pose.shape[3], transform.shape[4]
-        if self.weight.shape[3:] != (pose.shape[4], rows):
+        if self.weight.shape[3:] != (pose.shape[4], pose.shape[3]):
             raise ValueError(
                 f"the poses of the children are {pose.shape[3]}×{pose.shape[4]}, but this rule was created for "
                 f"{self.weight.shape[4]}×{self.weight.shape[3]}: create the rule with "
                 f"child_pose_shape={tuple(pose.shape[3:])}"
             )
-        one = nn.functional.pad(torch.ones_like(pose[..., :1, :1]), (0, 0, 0, rows - 1))
-        below = nn.functional.pad(self.bias.to(transform.dtype)[..., None, None], (columns, rows - 1))
-        beside = torch.cat([transform, self.weight.to(transform.dtype)], dim=4)
-        return torch.cat([pose, one], dim=4), torch.cat([beside, below], dim=3)
+        return pose, transform
+
+    def logit_weights(self) -> Tensor:
+        """Return W and b: the logit of a coupling is W_ij · u_i + b_ij."""
+        return torch.cat([self.weight.mT.flatten(3), self.bias[..., None]], dim=3)
 
     def route(self, votes: Votes) -> Capsules:
         """Return the mean votes as poses, and Σ_i a_i c_ij / Σ_i a_i as activations."""
-        *parents, rows, columns = votes.parent_shape
-        diagonal = torch.eye(rows, dtype=self.weight.dtype, device=self.weight.device)
-        linear = nn.functional.pad(diagonal, (columns - rows, 0)).expand(*parents, rows, columns)
-        found = votes.moments(Agreement(linear=linear.to(votes.dtype)), variance=False)
+        found = votes.moments(variance=False)
         total = votes.activation_sums()[:, :, None]
         empty = total == 0  # not `total > 0`, which would turn NaN into an activation of 0
         activation = torch.where(empty, 0, found.mass / torch.where(empty, 1, total))
-        return Capsules(found.mean[..., : columns - rows], activation.clamp(max=1))  # rounding can exceed 1
+        return Capsules(found.mean, activation.clamp(max=1))  # rounding can exceed 1

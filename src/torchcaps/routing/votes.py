@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from numbers import Real
 from typing import Any, Literal, overload
@@ -19,12 +19,11 @@ from torchcaps.checks import (
     check_not_negative,
     check_sizes,
     described,
-    is_compiling,
 )
 from torchcaps.kernels import Backend, chosen_fused, kernels_read, obstacle
 from torchcaps.kernels import autograd as fused
 from torchcaps.kernels.gaussian import log_volume
-from torchcaps.kernels.memory import for_kernels, samples_in_lanes, statistics_dtype
+from torchcaps.kernels.memory import for_kernels, packed, samples_in_lanes, statistics_dtype, unpacked
 from torchcaps.kernels.operator import needs_the_dispatcher
 from torchcaps.routing.agreement import (
     COMPETITIONS,
@@ -40,6 +39,7 @@ from torchcaps.routing.agreement import (
     kernel_tensors,
     plain,
 )
+from torchcaps.routing.precision import in_dtype, without_autocast
 from torchcaps.routing.written_votes import WrittenVotes
 from torchcaps.routing_map import RoutingMap, added_at, check_children
 
@@ -48,21 +48,6 @@ __all__ = ["Agreement", "Competition", "Gaussians", "Means", "Moments", "Recompu
 
 observers: list[Callable[["Votes", Agreement | None, Moments | Means], None]] = []
 """Functions that are called after every pass. `torchcaps.recording.recorded` adds one."""
-
-
-def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context manager that switches autocast off. The meta device has no autocast."""
-    kind = device.type
-    if is_compiling():  # PyTorch 2.11 cannot compile is_autocast_available
-        # An exported graph must contain the context, because it may later run under autocast.
-        return nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)
-    needed = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    return torch.autocast(kind, enabled=False) if needed else nullcontext()
-
-
-def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert a tensor to a dtype, like ``tensor.to(dtype)`` but faster if the tensor already has the dtype."""
-    return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 class UnknownCouplings(ValueError):
@@ -88,6 +73,8 @@ class Votes:
             more calls, the gradients are still correct, but need more than one loop.
         backend: ``fused``: kernels that do not store votes and have no second-order gradients; ``reference``: PyTorch
             operations that store all votes; ``auto``: ``fused`` if the kernels can run, otherwise ``reference``.
+        logit_weights: ``[K, C, J, R·Q + 1]``; None for 0. The numbers of a child's pose, row by row, times the first
+            R·Q weights, plus the last weight: this sum is added to every logit from an `Agreement`.
 
     Raises:
         ValueError: ``pose`` or ``transform`` does not fit ``routing_map``; ``activation`` does not fit ``pose``, or,
@@ -113,6 +100,7 @@ class Votes:
         none_of_the_above: bool = False,
         passes: int = 1,
         backend: Backend = "auto",
+        logit_weights: Float[Tensor, "K C J W"] | None = None,
     ) -> None:
         check_choice("competition", competition, COMPETITIONS)
         check_sizes(passes=passes)
@@ -147,6 +135,9 @@ class Votes:
             self._activation = None if self._activation is None else for_kernels(self._activation)
         self._edge_lists = routing_map.edge_lists.on(pose.device) if self.fused else None
         self._by_sample = samples_in_lanes(self._pose, transform, routing_map.own_transforms, routing_map.most_edges)
+        self._pose_logits = logit_weights is not None
+        if logit_weights is not None:
+            self._transform = packed(self._transform, in_dtype(logit_weights, dtype))
         self._tokens: list[list[Tensor]] = []  # of the passes to come
         self._direct = False  # whether these tokens are for calls without the dispatcher
         self._written: tuple[bool, WrittenVotes] | None = None
@@ -267,7 +258,7 @@ class Votes:
             *agreement,
             variance_floor,
             inverse_temperature,
-            all(x is None for x in agreement),
+            not self._pose_logits and all(x is None for x in agreement),
             *self._options,
             variance,
             constant_couplings,
@@ -319,7 +310,7 @@ class Votes:
     def materialised(self) -> Float[Tensor, "B J E C R N"]:
         """Compute and return all votes. The result has B·J·E·C·R·N elements."""
         with without_autocast(self.device):
-            return self.routing_map.votes(in_dtype(self._pose, self.dtype), in_dtype(self._transform, self.dtype))
+            return self.routing_map.votes(in_dtype(self._pose, self.dtype), self._unpacked[0])
 
     def last_couplings(self) -> Float[Tensor, "B J E C"]:
         """Compute the couplings of the last call of `moments`: constants if it had ``constant_couplings=True``.
@@ -344,12 +335,16 @@ class Votes:
     def _written_out(self) -> WrittenVotes:
         graph = torch.is_grad_enabled()
         if self._written is None or (graph and not self._written[0]):  # votes made without gradients lack the graph
-            pose, transform = in_dtype(self._pose, self.dtype), in_dtype(self._transform, self.dtype)
+            transform, logit_weights = self._unpacked
             activation = None if self._activation is None else in_dtype(self._activation, self.dtype)
-            children = pose, activation, transform
-            options = self.routing_map, self._competition, self._none_of_the_above
-            self._written = graph, WrittenVotes(*children, *options)
+            options = self.routing_map, self._competition, self._none_of_the_above, logit_weights
+            self._written = graph, WrittenVotes(in_dtype(self._pose, self.dtype), activation, transform, *options)
         return self._written[1]
+
+    @property
+    def _unpacked(self) -> tuple[Tensor, Tensor | None]:
+        whole = in_dtype(self._transform, self.dtype)
+        return unpacked(whole, self.child_shape[3:]) if self._pose_logits else (whole, None)
 
     def _checked(self, agreement: AnyAgreement) -> Agreement:
         """Check the agreement and convert it to the dtype of the moments. Replace None with an empty `Agreement`."""

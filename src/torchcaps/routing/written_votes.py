@@ -23,6 +23,7 @@ class WrittenVotes:
         competition: ``parents``: the couplings of a child are a softmax over all of its parents; ``types``: they are a
             softmax over the parent types at each parent site.
         none_of_the_above: include an extra parent with logit 0 in every softmax.
+        logit_weights: ``[K, C, J, R·Q + 1]``; see `torchcaps.Votes`.
 
     Example:
         >>> pose, transform = torch.randn(2, 6, 4, 1, 8), torch.randn(6, 4, 10, 8, 16)
@@ -38,15 +39,19 @@ class WrittenVotes:
         routing_map: RoutingMap,
         competition: Competition,
         none_of_the_above: bool,
+        logit_weights: Float[Tensor, "K C J W"] | None = None,
     ) -> None:
         self.routing_map = routing_map
         self.competition = competition
         self.none_of_the_above = none_of_the_above
         self._votes = routing_map.votes(pose, transform)
-        self._activation = None
+        self._activation = self._pose_logits = None
+        child, _, kernel = routing_map.edges_on(pose.device).unbind(1)
         if activation is not None:
-            child = routing_map.edges_on(pose.device)[:, 0]
             self._activation = activation[:, child].unsqueeze(1)
+        if logit_weights is not None:
+            weights, poses = logit_weights.index_select(0, kernel), pose.flatten(3).index_select(1, child)
+            self._pose_logits = torch.einsum("becq,ecjq->bjec", functional.pad(poses, (0, 1), value=1.0), weights)
 
     def moments(
         self, agreement: Agreement, *, variance: bool = True, constant_couplings: bool = False
@@ -90,7 +95,7 @@ class WrittenVotes:
             logits = logits - torch.einsum("bjecrn,bjern->bjec", offset.square(), self._at_edges(agreement.quadratic))
         if agreement.constant is not None:
             logits = logits + self._at_edges(agreement.constant).unsqueeze(3)
-        return logits
+        return logits if self._pose_logits is None else logits + self._pose_logits
 
     def _at_edges(self, values: Tensor) -> Tensor:
         return self.routing_map.at_edges(values.transpose(1, 2))

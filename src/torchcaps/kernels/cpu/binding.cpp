@@ -71,22 +71,22 @@ void expect(const Addresses& x, std::size_t count) {
     throw std::invalid_argument("the compiled kernels belong to another version of the Python files: install torchcaps again");
 }
 
-// B, S, C, P, J, K, R, Q, N, E, whether only types at one parent site compete, whether the softmax includes a parent
+// B, S, C, P, J, K, R, Q, N, E, D, whether only types at one parent site compete, whether the softmax includes a parent
 // "none of the above" with logit 0, whether the lanes hold samples, and the number of threads.
 using Sizes = std::vector<long>;
 
 // Creates a problem from its sizes and the edge lists in the layout of RoutingMap.edge_lists.
 Problem problem_of(const Sizes& sizes, std::uintptr_t edge_lists) {
-  if (sizes.size() != 14)
-    throw std::invalid_argument("sizes must have 14 entries; got " + std::to_string(sizes.size()));
+  if (sizes.size() != 15)
+    throw std::invalid_argument("sizes must have 15 entries; got " + std::to_string(sizes.size()));
   for (const long size : sizes)
     if (size < 0 || size > 1L << 30)
       throw std::invalid_argument("every dimension must be in [0, 2^30]; got " + std::to_string(size));
   const auto size = [&](std::size_t i) { return int(sizes[i]); };
   Problem g{};
   g.B = size(0), g.S = size(1), g.C = size(2), g.P = size(3), g.J = size(4), g.K = size(5), g.R = size(6), g.Q = size(7);
-  g.N = size(8), g.E = size(9), g.types = size(10), g.none_of_the_above = size(11), g.by_sample = size(12);
-  g.threads = size(13);
+  g.N = size(8), g.E = size(9), g.D = size(10), g.types = size(11), g.none_of_the_above = size(12);
+  g.by_sample = size(13), g.threads = size(14), g.pose_logits = g.D > g.Q;
   if (g.P < 1 || g.S < 1 || g.C < 1 || g.R < 1 || g.Q < 1 || g.J < 1 || g.N < 1 || g.K < 1)
     throw std::invalid_argument("every dimension except the batch must be at least 1: remove the empty dimension");
   if (long(g.R) * g.N > MOST_NUMBERS || long(g.R) * g.Q > MOST_NUMBERS)

@@ -10,17 +10,15 @@
 
 namespace TORCHCAPS_TARGET {
 
-// Bits of FORM: the agreement has `linear`, the agreement has `quadratic` or `centre`, the pass has variances.
-constexpr int LINEAR = 1, QUADRATIC = 2, VARIANCE = 4;  // kernels are compiled for some combinations of these bits
 template <class T, template <class> class LaneLayout, int ROWS, int INNER, int COLUMNS, int FORM>
-class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS> {
+class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS, FORM> {
  protected:
-  using Base = Votes<T, LaneLayout, ROWS, INNER, COLUMNS>;
+  using Base = Votes<T, LaneLayout, ROWS, INNER, COLUMNS, FORM>;
   using V = typename Base::V;
   using Layout = typename Base::Layout;
   using Child = typename Base::Child;
   using Weight = typename Base::Weight;
-  using Base::g, Base::L, Base::MOST, Base::BLOCK, Base::rows, Base::inner, Base::columns, Base::numbers, Base::pose_size,
+  using Base::g, Base::L, Base::MOST, Base::PLACES, Base::BLOCK, Base::rows, Base::inner, Base::columns, Base::numbers, Base::pose_size,
       Base::weights, Base::first_lanes, Base::uniform_coupling, Base::vote;
   static constexpr bool linear = FORM & LINEAR, quadratic = FORM & QUADRATIC, with_variance = FORM & VARIANCE;
   // Children of a group are processed together, as long as their votes take less than CACHE_BYTES.
@@ -136,7 +134,7 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS> {
   }
   // The difference d between a vote and the centre, and the logit, which is computed from d to avoid cancellation.
   V logit(const V* v, const V* record, V* d) const {
-    V x{};
+    V x = this->pose_logit(v);
     for (int h = 0; h < numbers(); ++h) {
       d[h] = quadratic ? v[h] - record[centre_at() + h] : v[h];
       x += logit_of_number(d[h], record, h);
@@ -168,7 +166,7 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS> {
           for (int block = 0; block < JB; ++block) {
             const V* record = parents + (long(g.edge_parent[e]) * JB + block) * agreement_size();
             for (int c = 0; c < children; ++c, ++i) {
-              V v[MOST];
+              V v[PLACES];
               vote(pose + (child + c) * pose_size(), weights(g.edge_kernel[e], c0 + c, block), v);
               w[i] = logit(v, record, d + i * numbers());
               largest[c] = larger<T>(w[i], largest[c]);
@@ -215,16 +213,10 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS> {
           for (int i = 0; i < BLOCK; ++i) one[i] = first[h + i], two[i] = SECOND ? second[h + i] : V{};
           for (int c = 0; c < children; ++c) {
             const V* dc = d + long(c) * numbers() + h;
-            for (int i = 0; i < BLOCK; ++i) {
-              const V x = w[c] * dc[i];
-              one[i] += x;
-              if (SECOND) two[i] += x * dc[i];
-            }
+            for (int i = 0; i < BLOCK; ++i) one[i] += w[c] * dc[i], two[i] += w[c] * dc[i] * dc[i];
           }
-          for (int i = 0; i < BLOCK; ++i) {
-            first[h + i] = one[i];
-            if (SECOND) second[h + i] = two[i];
-          }
+          for (int i = 0; i < BLOCK; ++i) first[h + i] = one[i];
+          for (int i = 0; SECOND && i < BLOCK; ++i) second[h + i] = two[i];
         }
       }
       this->count_votes(sums, g.edge_parent[e], children);
@@ -270,7 +262,7 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS> {
       const long vote_at = (2 * i + 1) * votes / (2 * count);
       const int e = g.parent_edge[g.parent_begin[p] + vote_at / g.C], c = int(vote_at % g.C);
       const long child = long(g.edge_child[e]) * g.C + c;
-      V v[MOST];
+      V v[PLACES];
       vote(pose + child * pose_size(), weights(g.edge_kernel[e], c, block), v);
       total += activation[child];
       for (int h = 0; h < numbers(); ++h) mean[h] += activation[child] * v[h];
@@ -312,9 +304,7 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS> {
     if (any(mass < T(10) * SMALL<T>)) return false;
     const V inverse = T(1) / mass;
     typename Lane<T>::bits lost{};
-    found.mass = mass;
-    found.largest = V{};
-    found.log_mass = logarithm(mass);
+    found.mass = mass, found.largest = V{}, found.log_mass = logarithm(mass);
     for (int h = 0; h < numbers(); ++h) {
       const V first = sum[1 + h] * inverse, moved = first * first;
       found.mean[h] = centre ? centre[h] + first : first;
@@ -336,10 +326,9 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS> {
           const long child = long(g.edge_child[e]) * g.C + c;
           const V a = Layout::broadcast(activation[child]);
           const auto off = a < TINY<T>;
-          V v[MOST];
+          V v[PLACES];
           vote(pose + child * pose_size(), weights(g.edge_kernel[e], c, block), v);
-          V log_c = splat(std::log(uniform_coupling(group)));
-          if (log_sums) log_c = log_coupling(logit(v, record, d), log_sums, long(group) * g.C + c);
+          const V log_c = log_sums ? log_coupling(logit(v, record, d), log_sums, long(group) * g.C + c) : splat(std::log(uniform_coupling(group)));
           use(off, logarithm(off ? splat(T(1)) : a), log_c, v);
         }
       }

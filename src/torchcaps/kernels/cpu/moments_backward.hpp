@@ -23,10 +23,9 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
   using V = typename Base::V;
   using Layout = typename Base::Layout;
   using Child = typename Base::Child;
-  using Base::g, Base::L, Base::MOST, Base::rows, Base::inner, Base::columns, Base::numbers, Base::pose_size, Base::weights,
-      Base::uniform_coupling, Base::vote, Base::linear, Base::quadratic, Base::with_variance,
-      Base::MOST_TOGETHER, Base::log_coupling, Base::together, Base::agreement_size, Base::centre_at,
-      Base::quadratic_at, Base::linear_at, Base::constant_at;
+  using Base::g, Base::L, Base::MOST, Base::PLACES, Base::rows, Base::inner, Base::columns, Base::numbers, Base::pose_size,
+      Base::weights, Base::uniform_coupling, Base::vote, Base::pose_logits, Base::linear, Base::quadratic, Base::with_variance, Base::MOST_TOGETHER,
+      Base::log_coupling, Base::together, Base::agreement_size, Base::centre_at, Base::quadratic_at, Base::linear_at, Base::constant_at;
   // Children that each sweep processes together, so that they share the reads of a parent.
   static constexpr int CHILDREN = 4;
   static constexpr T SMALL_LOG_MASS = -40, MOST_LOG_SHARE = 60;
@@ -157,7 +156,7 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
     const int begin = g.child_begin[s], end = g.child_begin[s + 1];
     V* totals = arena.zeros<V>(long(count) * g.C + L);
     V* pose_grads = begin < end ? arena.take<V>(count * poses_size + L) : arena.zeros<V>(count * poses_size + L);
-    V(*v)[MOST] = reinterpret_cast<V(*)[MOST]>(arena.take<V>(long(count) * CHILDREN * MOST));
+    V(*v)[PLACES] = reinterpret_cast<V(*)[PLACES]>(arena.take<V>(long(count) * CHILDREN * PLACES));
     auto factors = reinterpret_cast<Factors*>(arena.take<V>(pass_count * long(sizeof(Factors) / sizeof(V))));
     for (int e = begin; e < end; ++e) {
       const T uniform_value = uniform_coupling(g.group_of(e));
@@ -166,7 +165,7 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
           const int children = std::min(CHILDREN, g.C - c);
           const long at = long(g.edge_parent[e]) * JB + block;
           for (int tile = 0; tile < count; ++tile) {
-            V(*grads)[MOST] = v + long(tile) * CHILDREN;
+            V(*grads)[PLACES] = v + long(tile) * CHILDREN;
             for (int i = 0; i < CHILDREN; ++i) {  // indices beyond the last child use the last child
               const int there = std::min(c + i, g.C - 1);
               vote(poses[tile] + there * size, weights(g.edge_kernel[e], there, block), grads[i]);
@@ -214,11 +213,11 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
   template <class Weights>
   void logits_and_moments_grads(const Child* pose, int count, const V* record, Weights weights, V* logits, V* moments_grads,
                            V* d) const {
-    V v[CHILDREN][MOST], *distance[CHILDREN], logit[CHILDREN]{}, moments_grad[CHILDREN]{};
+    V v[CHILDREN][PLACES], *distance[CHILDREN], logit[CHILDREN], moments_grad[CHILDREN]{};
     for (int k = 0; k < CHILDREN; ++k) {
       const int there = std::min(k, count - 1);
       vote(pose + there * pose_size(), weights(there), v[k]);
-      distance[k] = d + there * numbers();
+      logit[k] = this->pose_logit(v[k]), distance[k] = d + there * numbers();
     }
     for (int h = 0; h < numbers(); ++h) {
       const V centre = quadratic ? record[centre_at() + h] : V{}, mean = record[mean_at() + h];
@@ -260,15 +259,16 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
 
   // Replaces the votes of several children for one block of parents by their gradients.
   void replace_by_grads(long group, int c0, int children, long at, T uniform_value, const Child* activation,
-                        const Pass* passes, int count, V* totals, Factors* factors, V (*v)[MOST]) const {
+                        const Pass* passes, int count, V* totals, Factors* factors, V (*v)[PLACES]) const {
     constexpr int N = CHILDREN;
     const long softmax = group + c0;
     Child scaled_activation[N];  // activation / gradient_scale(activation)
+    V logit[N], of_pose[N], logit_grads[N]{};
     for (int i = 0; i < N; ++i) {
       const Child a = activation[c0 + std::min(i, children - 1)];
       scaled_activation[i] = i < children ? a / gradient_scale(a) : Child{};
+      logit[i] = of_pose[i] = this->pose_logit(v[i]);
     }
-    V logit[N]{};
     for (int t = 0; t < count; ++t) {
       const Pass& pass = passes[t];
       const V* record = pass.records + at * record_size();
@@ -297,9 +297,9 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
           if (pass.coupling_grads) logit_grad = scaled(scaled_activation[i], c_u - c * pass.coupling_grads[softmax + i]);
           else totals[i] += c_u;
         }
-        factors[t].share[i] = share, factors[t].logit_grad[i] = logit_grad;
+        factors[t].share[i] = share, factors[t].logit_grad[i] = logit_grad, logit_grads[i] += logit_grad;
+        logit[i] = FORM & POSE ? of_pose[i] + next_logit[i] : next_logit[i];
       }
-      for (int i = 0; i < N; ++i) logit[i] = next_logit[i];
     }
     for (int h = 0; h < numbers(); ++h) {
       V sum[N]{};
@@ -326,25 +326,28 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
       }
       for (int i = 0; i < N; ++i) v[i][h] = sum[i];
     }
+    for (int i = 0; FORM & POSE && i < N; ++i) v[i][numbers()] = logit_grads[i];
   }
 
   // By sample: Σ pose · vote_grad over the rows of a pose, the lanes and the tiles.
   void add_over_samples(const Child* const* poses, long pose_at, const V* vote_grads, int count, T* out) const {
-    const int all_of_them = inner() * columns();
+    const int of_vote = inner() * columns(), all_of_them = of_vote + (pose_logits() ? int(pose_size()) + 1 : 0);
     for (int from = 0; from < all_of_them; from += L) {
       const int here = std::min(L, all_of_them - from);
       V x[L]{};
       for (int tile = 0; tile < count; ++tile) {
         const Child* pose = poses[tile] + pose_at;
-        const V* grads = vote_grads + long(tile) * CHILDREN * MOST;
+        const V* grads = vote_grads + long(tile) * CHILDREN * PLACES;
         for (int r = 0; r < rows(); ++r, pose += inner(), grads += columns())
           if constexpr (COLUMNS && L % COLUMNS == 0) {
             const int q = from / COLUMNS;
             for (int i = 0; i < L; ++i)
               if (q + i / COLUMNS < inner()) x[i] += pose[q + i / COLUMNS] * grads[i % COLUMNS];
           } else {
-            for (int i = 0; i < here; ++i) x[i] += pose[(from + i) / columns()] * grads[(from + i) % columns()];
+            for (int i = 0; i < std::min(here, of_vote - from); ++i) x[i] += pose[(from + i) / columns()] * grads[(from + i) % columns()];
           }
+        for (int i = std::max(0, of_vote - from), at = from + i - of_vote; FORM & POSE && i < here; ++i, ++at)
+          x[i] += (at < pose_size() ? poses[tile][pose_at + at] : Child{} + T(1)) * *grads;
       }
       const V sum = sums_across<T>(x);
       for (int i = 0; i < here; ++i) out[from + i] += sum[i];

@@ -4,15 +4,15 @@
 constexpr int MOST_NUMBERS = 64;  // largest pose of a child or parent
 
 struct Problem {
-  int B, S, C, P, J, K, R, Q, N, E;
+  int B, S, C, P, J, K, R, Q, N, E, D;  // a transform has D rows of N numbers
   // Edges are sorted by child site. Site s has the edges child_begin[s] … child_begin[s + 1] - 1. Parent site p has the
   // edges parent_edge[parent_begin[p]] … parent_edge[parent_begin[p + 1] - 1].
   const int *edge_child, *edge_parent, *edge_kernel, *child_begin, *parent_begin, *parent_edge;
   int most_edges;       // largest number of edges of a parent site
   bool own_transforms;  // every transform is used by one child site only
   bool types;           // couplings of a child compete among the types at one parent site, not among all its parents
-  bool none_of_the_above;
-  bool by_sample;  // SIMD lanes hold samples, see votes.hpp
+  bool pose_logits;     // the rows of a transform after the first Q hold R·Q weights of a pose, and a bias: a part of the logit
+  bool none_of_the_above, by_sample;  // by_sample: SIMD lanes hold samples, see votes.hpp
   int threads;
 
   // A group contains the edges that share one softmax: all edges of a child site, or a single edge.

@@ -42,10 +42,10 @@ template <class Work> void on_threads(int count, int threads, Work work) {
   if (failed) std::rethrow_exception(failed);
 }
 
-// By type: copies transforms [K, C, J, Q, N] into lanes, [K, C, JB, Q, N, lane].
+// By type: copies transforms [K, C, J, D, N] into lanes, [K, C, JB, D, N, lane].
 template <class T, class Kernel> Vector<T>* transforms_in_lanes(const Problem& g, const Kernel& kernel, const T* from, Arena& arena) {
   constexpr long BYTES_PER_THREAD = 256 * 1024;  // small work uses fewer threads than requested
-  const int one = g.Q * g.N;
+  const int one = g.D * g.N;
   const long bytes = kernel.transform_size() * long(sizeof(Vector<T>));
   Vector<T>* to = arena.take<Vector<T>>(kernel.transform_size());
   on_threads(g.K, int(std::min<long>(g.threads, 1 + bytes / BYTES_PER_THREAD)), [&](int k, Arena&) {
@@ -59,7 +59,7 @@ template <class T, class Kernel> Vector<T>* transforms_in_lanes(const Problem& g
   return to;
 }
 template <class T, class Kernel> void transforms_from_lanes(const Problem& g, const Kernel& kernel, const Vector<T>* from, T* to) {
-  const int one = g.Q * g.N;
+  const int one = g.D * g.N;
   for (long kc = 0; kc < long(g.K) * g.C; ++kc)
     for (int block = 0; block < kernel.JB; ++block)
       store_lanes(from + (kc * kernel.JB + block) * one, one, to + (kc * g.J + block * lanes<T>) * one, one,
@@ -92,8 +92,6 @@ template <class T, class Work> void sum_in_groups(int tiles, long size, int thre
   });
 }
 
-bool shape_is(const Problem& g, int R, int Q, int N) { return g.R == R && g.Q == Q && g.N == N; }
-
 // Calls work(kernel) with a kernel of the given class.
 template <class Kernel, class T, class Work> void run_with(const Problem& g, const T* transform, Work work) {
   Arena memory;
@@ -101,31 +99,29 @@ template <class Kernel, class T, class Work> void run_with(const Problem& g, con
   else work(Kernel(g, transform));
 }
 
-// Calls work(kernel) with the kernel for a problem and a form. Common shapes have specialised kernels in float32: the
-// shapes of the published networks, and the shapes of rules that add columns of their own to each vote. All other shapes
-// use the general kernel.
+// Calls work(kernel) with the kernel for a problem and a form. In float32, the shapes of the published networks and of
+// rules that add columns to each vote have specialised kernels. All other shapes use the general kernel.
 template <class T, class Work> void with_kernel(const Problem& g, int form, const T* transform, Work work) {
-  constexpr int GAUSSIAN = QUADRATIC | VARIANCE, ALL = LINEAR | QUADRATIC | VARIANCE;
-  const bool is_linear = (form | LINEAR) == LINEAR, is_gaussian = (form | GAUSSIAN) == GAUSSIAN;
-  if (g.by_sample) {
-    if constexpr (sizeof(T) == 4) {
-      if (is_linear && shape_is(g, 1, 8, 16)) return run_with<MomentsBackward<T, BySample, 1, 8, 16, LINEAR>>(g, transform, work);
-      if (is_gaussian && shape_is(g, 4, 5, 4)) return run_with<MomentsBackward<T, BySample, 4, 5, 4, GAUSSIAN>>(g, transform, work);
-    }
-    return run_with<MomentsBackward<T, BySample, 0, 0, 0, ALL>>(g, transform, work);
-  }
+  constexpr int GAUSSIAN = QUADRATIC | VARIANCE, ALL = LINEAR | QUADRATIC | VARIANCE | POSE;
+  const bool is_linear = (form | LINEAR) == LINEAR, is_gaussian = (form | GAUSSIAN) == GAUSSIAN, by_type = !g.by_sample;
+  const auto shape_is = [&](int R, int Q, int N) { return g.R == R && g.Q == Q && g.N == N; };
   if constexpr (sizeof(T) == 4) {
-    if (is_linear && shape_is(g, 4, 4, 4)) return run_with<MomentsBackward<T, ByType, 4, 4, 4, LINEAR>>(g, transform, work);
-    if (is_linear && shape_is(g, 4, 5, 8)) return run_with<MomentsBackward<T, ByType, 4, 5, 8, LINEAR>>(g, transform, work);
-    if (is_gaussian && shape_is(g, 4, 4, 4)) return run_with<MomentsBackward<T, ByType, 4, 4, 4, GAUSSIAN>>(g, transform, work);
-    if (is_gaussian && shape_is(g, 4, 6, 5)) return run_with<MomentsBackward<T, ByType, 4, 6, 5, GAUSSIAN>>(g, transform, work);
-    if (is_gaussian && shape_is(g, 4, 5, 4)) return run_with<MomentsBackward<T, ByType, 4, 5, 4, GAUSSIAN>>(g, transform, work);
+    if (g.by_sample && is_linear && shape_is(1, 8, 16)) return run_with<MomentsBackward<T, BySample, 1, 8, 16, LINEAR>>(g, transform, work);
+    if (g.by_sample && is_gaussian && shape_is(4, 5, 4)) return run_with<MomentsBackward<T, BySample, 4, 5, 4, GAUSSIAN>>(g, transform, work);
+    if (by_type && form == POSE && shape_is(4, 4, 4)) return run_with<MomentsBackward<T, ByType, 4, 4, 4, POSE>>(g, transform, work);
+    if (by_type && is_linear && shape_is(4, 4, 4)) return run_with<MomentsBackward<T, ByType, 4, 4, 4, LINEAR>>(g, transform, work);
+    if (by_type && is_gaussian && shape_is(4, 4, 4)) return run_with<MomentsBackward<T, ByType, 4, 4, 4, GAUSSIAN>>(g, transform, work);
+    if (by_type && is_gaussian && shape_is(4, 6, 5)) return run_with<MomentsBackward<T, ByType, 4, 6, 5, GAUSSIAN>>(g, transform, work);
+    if (by_type && is_gaussian && shape_is(4, 5, 4)) return run_with<MomentsBackward<T, ByType, 4, 5, 4, GAUSSIAN>>(g, transform, work);
   }
-  run_with<MomentsBackward<T, ByType, 0, 0, 0, ALL>>(g, transform, work);
+  if (by_type && form == POSE) run_with<MomentsBackward<T, ByType, 0, 0, 0, POSE>>(g, transform, work);
+  else if (by_type) run_with<MomentsBackward<T, ByType, 0, 0, 0, ALL>>(g, transform, work);
+  else if (form == POSE) run_with<MomentsBackward<T, BySample, 0, 0, 0, POSE>>(g, transform, work);
+  else run_with<MomentsBackward<T, BySample, 0, 0, 0, ALL>>(g, transform, work);
 }
 
-template <class T> int form_of(const Agreement<T>& x, bool variance) {
-  return (x.linear ? LINEAR : 0) | (x.quadratic || x.centre ? QUADRATIC : 0) | (variance ? VARIANCE : 0);
+template <class T> int form_of(const Problem& g, const Agreement<T>& x, bool variance) {
+  return (g.pose_logits ? POSE : 0) | (x.linear ? LINEAR : 0) | (x.quadratic || x.centre ? QUADRATIC : 0) | (variance ? VARIANCE : 0);
 }
 
 // By sample: sets the elements beyond the batch to 0. The operators pad the batch to fill the widest vectors, 64 bytes.
@@ -135,21 +131,21 @@ template <class T> void clear_padding(const Problem& g, long each, T* x) {
 }
 
 template <class T> void moments(const Problem& g, const Children<T>& x, const Agreement<T>& agreement, const MomentsOut<T>& out) {
-  with_kernel(g, form_of(agreement, out.variance), x.transform, [&](const auto& kernel) {
+  with_kernel(g, form_of(g, agreement, out.variance), x.transform, [&](const auto& kernel) {
     if (out.log_sums) clear_padding(g, kernel.log_sums_size(), out.log_sums);
     on_threads(kernel.tiles(), g.threads, [&](int tile, Arena& arena) { kernel.forward(tile, x, agreement, out, arena); });
   });
 }
 
 template <class T> void couplings(const Problem& g, const Children<T>& x, const Agreement<T>& agreement, T* out) {
-  with_kernel(g, form_of(agreement, false), x.transform, [&](const auto& kernel) {
+  with_kernel(g, form_of(g, agreement, false), x.transform, [&](const auto& kernel) {
     on_threads(kernel.tiles(), g.threads, [&](int tile, Arena& arena) { kernel.couplings(tile, x, agreement, out, arena); });
   });
 }
 
 template <class T>
 void moments_backward(const Problem& g, const Children<T>& x, const Record<T>& pass, const PassGrads<T>& out) {
-  with_kernel(g, form_of(pass.agreement, pass.variance), x.transform, [&](const auto& kernel) {
+  with_kernel(g, form_of(g, pass.agreement, pass.variance), x.transform, [&](const auto& kernel) {
     clear_padding(g, long(g.groups()) * g.C, out.coupling_grads);
     on_threads(kernel.tiles(), g.threads, [&](int tile, Arena& arena) { kernel.agreement_grads(tile, x, pass, out, arena); });
   });
@@ -158,7 +154,7 @@ void moments_backward(const Problem& g, const Children<T>& x, const Record<T>& p
 template <class T>
 void votes_backward(const Problem& g, const Children<T>& x, const Record<T>* passes, int count, const ChildrenGrads<T>& out) {
   int form = 0;
-  for (int t = 0; t < count; ++t) form |= form_of(passes[t].agreement, passes[t].variance);
+  for (int t = 0; t < count; ++t) form |= form_of(g, passes[t].agreement, passes[t].variance);
   with_kernel(g, form, x.transform, [&](auto kernel) {
     using Kernel = decltype(kernel);
     using Pass = typename Kernel::Pass;

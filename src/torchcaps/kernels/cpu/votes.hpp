@@ -43,19 +43,21 @@ template <class T> struct BySample {
   static int vectors(int count) { return count; }
 };
 
+// Bits of FORM: the agreement has `linear`, it has `quadratic` or `centre`, the pass has variances, pose_logits.
+constexpr int LINEAR = 1, QUADRATIC = 2, VARIANCE = 4, POSE = 8;  // kernels are compiled for some combinations of these bits
 // ROWS, INNER and COLUMNS are R, Q and N if they are known at compile time, and 0 otherwise.
-template <class T, template <class> class LaneLayout, int ROWS, int INNER, int COLUMNS> class Votes {
+template <class T, template <class> class LaneLayout, int ROWS, int INNER, int COLUMNS, int FORM> class Votes {
  protected:
   using V = Vector<T>;
   using Layout = LaneLayout<T>;
   using Child = typename Layout::Child;
   using Weight = typename Layout::Weight;
   static constexpr int L = lanes<T>;
-  static constexpr int MOST = ROWS * COLUMNS ? ROWS * COLUMNS : MOST_NUMBERS;
+  static constexpr int MOST = ROWS * COLUMNS ? ROWS * COLUMNS : MOST_NUMBERS, PLACES = MOST + (FORM & POSE ? 1 : 0);
   static constexpr int BLOCK = !ROWS ? 1 : MOST % 8 == 0 ? 8 : MOST % 4 == 0 ? 4 : 1;  // numbers of a vote whose sums stay in registers
 
   const Problem& g;
-  const Weight* const transform;  // by type [K, C, JB, Q, N], by sample [K, C, J, Q, N]
+  const Weight* const transform;  // by type [K, C, JB, D, N], by sample [K, C, J, D, N]
 
  public:
   static constexpr bool by_type = Layout::by_type;
@@ -66,7 +68,7 @@ template <class T, template <class> class LaneLayout, int ROWS, int INNER, int C
 
   int tiles() const { return Layout::by_type ? g.B : (g.B + L - 1) / L; }
   long children() const { return long(g.S) * g.C; }
-  long transform_size() const { return long(g.K) * g.C * JB * g.Q * g.N; }
+  long transform_size() const { return long(g.K) * g.C * JB * depth() * g.N; }
 
   // Offsets of a block of parents in tensors with one scalar or vector per parent. Scalars are [B, P, J]. Vectors are
   // [B, P, H, J] by type and [P, J, H, B] by sample, so that the dimension of the lanes is last.
@@ -142,9 +144,11 @@ template <class T, template <class> class LaneLayout, int ROWS, int INNER, int C
   int columns() const { return COLUMNS ? COLUMNS : g.N; }
   int numbers() const { return ROWS * COLUMNS ? ROWS * COLUMNS : H; }
   long pose_size() const { return long(rows()) * inner(); }
+  bool pose_logits() const { return FORM & POSE && g.pose_logits; }
+  int depth() const { return FORM & POSE ? g.D : inner(); }
 
   const Weight* weights(int kernel, int c, int block) const {
-    return transform + ((long(kernel) * g.C + c) * JB + block) * inner() * columns();
+    return transform + ((long(kernel) * g.C + c) * JB + block) * depth() * columns();
   }
   // 1 in the first lanes, 0 in the others.
   static V first_lanes(int count) {
@@ -158,7 +162,15 @@ template <class T, template <class> class LaneLayout, int ROWS, int INNER, int C
   }
 
   // All callers contract multiply-adds in the same way, so that a vote has the same bits wherever it is computed.
-  void vote(const Child* pose, const Weight* w, V* out) const { vote_rows(pose, w, rows(), out); }
+  // With POSE, the part of the logit that depends on the pose only follows the vote.
+  void vote(const Child* pose, const Weight* w, V* out) const {
+    vote_rows(pose, w, rows(), out);
+    w += inner() * columns();
+    V logit = pose_logits() ? V{} + w[pose_size()] : V{};
+    for (int i = 0; pose_logits() && i < pose_size(); ++i) logit += pose[i] * w[i];
+    if (FORM & POSE) out[numbers()] = logit;
+  }
+  V pose_logit(const V* v) const { return FORM & POSE ? v[numbers()] : V{}; }
   // `count` rows of a vote minus a centre (null: 0). The sum begins with -centre.
   [[gnu::always_inline]] void vote_rows(const Child* pose, const Weight* w, int count, V* out, const V* centre = nullptr) const {
     constexpr int STEP = COLUMNS ? COLUMNS : 4;
@@ -185,6 +197,7 @@ template <class T, template <class> class LaneLayout, int ROWS, int INNER, int C
       for (int q = 0; q < inner(); ++q) {
         V x = first ? V{} : pose_grad[r * inner() + q];
         for (int n = 0; n < columns(); ++n) x += vote_grad[r * columns() + n] * w[q * columns() + n];
+        if (pose_logits()) x += vote_grad[numbers()] * w[inner() * columns() + r * inner() + q];
         pose_grad[r * inner() + q] = x;
       }
   }
@@ -196,6 +209,8 @@ template <class T, template <class> class LaneLayout, int ROWS, int INNER, int C
         for (int r = 0; r < rows(); ++r) x += pose[r * inner() + q] * vote_grad[r * columns() + n];
         w_grad[q * columns() + n] = x;
       }
+    for (int i = 0; pose_logits() && i <= pose_size(); ++i)
+      w_grad[inner() * columns() + i] += (i < pose_size() ? pose[i] : T(1)) * vote_grad[numbers()];
   }
 };
 

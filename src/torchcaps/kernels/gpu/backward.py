@@ -25,11 +25,14 @@ from torchcaps.kernels.gpu.votes import (
     edges_of_softmax,
     ends_of,
     log_couplings,
+    logit_weights_at,
+    logit_weights_of,
     offsets,
     own_edges,
     parent_program,
     parents_of,
     places_of,
+    pose_logits_of,
     poses_at,
     program_of,
     repeated,
@@ -100,7 +103,8 @@ def _sum_over_softmax(layer, record, out, samples, unit, z: tl.constexpr):
             places = places_of(parent_site, parent_type, z.stride, program, z)
             votes = votes_of(children.columns, rows_of(layer, kernel, child_type, parent_type, program, z, dtype), z)
             parents = parents_of(record, places, z)
-            log_c, _ = log_couplings(votes, record, parents, softmax, z)
+            of_poses = pose_logits_of(layer, children.columns, kernel, child_type, parent_type, program, z, dtype)
+            log_c, _ = log_couplings(votes, of_poses, record, parents, softmax, z)
             _, c_grad, _ = _coupling_grads(votes, log_c, children.a, record, parents, program.is_vote)
             gamma += c_grad
     tl.store(out + softmax.at, gamma, program.is_vote)
@@ -122,10 +126,10 @@ def _sum_at_parents(layer, record, zeroths, firsts, seconds, group_count, sample
         edge = tl.load(layer.lists + z.parent_edge + place)
         site, _parent_site, kernel = ends_of(layer.lists, edge, z)
         for child_type in tl.range(0, z.types, loop_unroll_factor=2):
-            children, votes, softmax = votes_along(
+            children, votes, of_poses, softmax = votes_along(
                 layer, edge, site, kernel, child_type, parent_type, program, z, dtype
             )
-            log_c, d = log_couplings(votes, record, parents, softmax, z)
+            log_c, d = log_couplings(votes, of_poses, record, parents, softmax, z)
             _, c_grad, _ = _coupling_grads(votes, log_c, children.a, record, parents, is_vote)
             logit_grad = _logit_grads(log_c, children.a, c_grad, record, softmax, is_vote)
             zeroth += logit_grad
@@ -142,24 +146,26 @@ def _sum_at_parents(layer, record, zeroths, firsts, seconds, group_count, sample
 
 
 @triton.jit
-def _vote_grads(lists, passes, count: tl.constexpr, site, edge, votes, a, places, program, z: tl.constexpr):
-    """Return ḡ_V and Σ_j c u, both summed over the `count` passes. Triton 3.5 cannot compile ``len(passes)``."""
-    vote_grad, activation_grad = tl.zeros_like(votes), tl.zeros_like(a)
+def _vote_grads(lists, passes, count: tl.constexpr, site, edge, votes, of_poses, a, places, program, z: tl.constexpr):
+    """Return ḡ_V, Σ_j c u and ḡ_logit, summed over the `count` passes. Triton 3.5 cannot compile ``len(passes)``."""
+    vote_grad, activation_grad, of_logit = tl.zeros_like(votes), tl.zeros_like(a), tl.zeros_like(a)
     softmax = softmax_of(lists, site, edge, program.first_type, program, z)
     for t in tl.static_range(count):
         record = passes[t]
         parents = parents_of(record, places, z)
-        log_c, d = log_couplings(votes, record, parents, softmax, z)
+        log_c, d = log_couplings(votes, of_poses, record, parents, softmax, z)
         share, c_grad, moments_grad = _coupling_grads(votes, log_c, a, record, parents, program.is_vote)
         vote_grad += (a / _gradient_scale(a) * share)[:, :, None, None] * moments_grad
         activation_grad += c_grad
         if record.coupling_grads is not None:
-            logit_grad = _logit_grads(log_c, a, c_grad, record, softmax, program.is_vote)[:, :, None, None]
+            logit_grad = _logit_grads(log_c, a, c_grad, record, softmax, program.is_vote)
+            of_logit += logit_grad
+            logit_grad = logit_grad[:, :, None, None]
             if record.linear is not None:
                 vote_grad += logit_grad * parents.linear
             if record.quadratic is not None:
                 vote_grad -= 2 * logit_grad * parents.quadratic * d
-    return vote_grad, activation_grad
+    return vote_grad, activation_grad, of_logit
 
 
 @triton.jit(do_not_specialize=["samples", "unit"])
@@ -179,13 +185,18 @@ def _child_grads(layer, passes, count: tl.constexpr, pose_grads, activation_grad
             places = places_of(parent_site, parent_type, z.stride, program, z)
             rows = rows_of(layer, kernel, child_type, parent_type, program, z, dtype)
             votes = votes_of(children.columns, rows, z)
-            vote_grad, added = _vote_grads(
-                layer.lists, passes, count, site, edge, votes, children.a, places, program, z
+            of_poses = pose_logits_of(layer, children.columns, kernel, child_type, parent_type, program, z, dtype)
+            vote_grad, added, logit_grad = _vote_grads(
+                layer.lists, passes, count, site, edge, votes, of_poses, children.a, places, program, z
             )
+            weights = logit_weights_of(layer, kernel, child_type, parent_type, program, z, dtype)
             activation_grad += added
             sums = ()
             for q in tl.static_range(tl.constexpr(z.inner)):
-                sums = sums + (pose_grad[q] + tl.sum(vote_grad * rows[q], axis=3)[:, :, :, None],)
+                added_to_pose = tl.sum(vote_grad * rows[q], axis=3)[:, :, :, None]
+                if z.depth > z.inner:
+                    added_to_pose += logit_grad[:, :, None, None] * weights[q]
+                sums = sums + (pose_grad[q] + added_to_pose,)
             pose_grad = sums
     child = site * z.types + child_type
     poses, is_pose = poses_at(child, samples, program, z)
@@ -198,7 +209,7 @@ def _child_grads(layer, passes, count: tl.constexpr, pose_grads, activation_grad
 
 @triton.jit(do_not_specialize=["group_count", "samples", "unit"])
 def _transform_grads(layer, passes, count: tl.constexpr, transform_grads, group_count, samples, unit, z: tl.constexpr):
-    """Compute each transform's gradient, summed over each group of edges and samples: ``[groups, K, C, J, Q, N]``."""
+    """Compute each transform's gradient, summed over groups of edges and samples: ``[groups, K, C, J, depth, N]``."""
     dtype: tl.constexpr = passes[0].mean.dtype.element_ty
     index, group = tl.program_id(0) // group_count, tl.program_id(0) % group_count
     kernel, parent_type = index // z.type_blocks // z.parent_types, index // z.type_blocks % z.parent_types
@@ -208,6 +219,8 @@ def _transform_grads(layer, passes, count: tl.constexpr, transform_grads, group_
     rows = rows_of(layer, kernel, child_type, parent_type, first, z, dtype)
     zero = tl.full([z.block_samples, z.block_types, z.block_columns], 0, dtype)
     transform_grad = repeated(zero, z.inner)
+    weight_grad = repeated(tl.full([z.block_samples, z.block_types, z.block_rows, 1], 0, dtype), z.inner)
+    bias_grad = tl.full([z.block_samples, z.block_types], 0, dtype)
     begin, end = own_edges(layer.lists + z.kernel_begin + kernel, group, group_count)
     for place in range(begin, end):
         edge = tl.load(layer.lists + z.kernel_edge + place)
@@ -217,17 +230,34 @@ def _transform_grads(layer, passes, count: tl.constexpr, transform_grads, group_
             children = children_of(layer, site, child_type, program, z, dtype)
             places = places_of(parent_site, parent_type, z.stride, program, z)
             votes = votes_of(children.columns, rows, z)
-            vote_grad, _ = _vote_grads(layer.lists, passes, count, site, edge, votes, children.a, places, program, z)
+            of_poses = pose_logits_of(layer, children.columns, kernel, child_type, parent_type, program, z, dtype)
+            vote_grad, _, logit_grad = _vote_grads(
+                layer.lists, passes, count, site, edge, votes, of_poses, children.a, places, program, z
+            )
             vote_grad = tl.where(program.is_vote[:, :, None, None], vote_grad, 0.0)  # it may be infinite
             sums = ()
             for q in tl.static_range(tl.constexpr(z.inner)):
                 sums = sums + (transform_grad[q] + tl.sum(vote_grad * children.columns[q], axis=2),)
             transform_grad = sums
+            if z.depth > z.inner:
+                bias_grad += logit_grad
+                sums = ()
+                for q in tl.static_range(tl.constexpr(z.inner)):
+                    sums = sums + (weight_grad[q] + logit_grad[:, :, None, None] * children.columns[q],)
+                weight_grad = sums
     column = tl.arange(0, z.block_columns)[None, :]
     in_transform = first.is_type[:, None] & (column < z.columns)
     to = transforms_at(group * z.transforms + kernel, child_type, parent_type, first, z)[:, None] + column
     for q in tl.static_range(tl.constexpr(z.inner)):
         tl.store(transform_grads + to + q * z.columns, tl.sum(transform_grad[q], axis=0), in_transform)
+    if z.depth > z.inner:
+        at, is_row = logit_weights_at(group * z.transforms + kernel, child_type, parent_type, first, z)
+        is_weight = first.is_type[None, :, None, None] & is_row
+        for q in tl.static_range(tl.constexpr(z.inner)):
+            tl.store(transform_grads + at + q, tl.sum(weight_grad[q], axis=0)[None, :, :, :], is_weight)
+        bias = transforms_at(group * z.transforms + kernel, child_type, parent_type, first, z)
+        bias += z.inner * (z.columns + z.rows)
+        tl.store(transform_grads + bias, tl.sum(bias_grad, axis=0), first.is_type)
 
 
 @triton.jit(do_not_specialize=["group_count", "samples", "unit"])
@@ -359,6 +389,8 @@ def votes_backward(
         given = None if activation is None else activation_grad
         problem.per_child(_child_grads, problem.plan.children.sites, passes, len(passes), pose_grad, given)
         groups = problem.empty((problem.plan.transform_groups, *transform.shape))
+        if transform.shape[3] > pose.shape[4]:
+            groups.zero_()  # the kernel does not write the padding after the weights of the logits
         problem.per_transform(_transform_grads, passes, len(passes), groups)
         transform_grad = groups.sum(dim=0).to(transform.dtype)
     else:

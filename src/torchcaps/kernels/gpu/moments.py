@@ -16,6 +16,7 @@ from torchcaps.kernels.gpu.votes import (
     parent_program,
     parents_of,
     places_of,
+    pose_logits_of,
     rows_of,
     size_of_groups,
     softmax_of,
@@ -47,7 +48,8 @@ def _logsumexp(layer, agreement, log_sums, samples, unit, z: tl.constexpr):
             places = places_of(parent_site, parent_type, z.stride, program, z)
             rows = rows_of(layer, kernel, child_type, parent_type, program, z, dtype)
             votes = votes_of(children.columns, rows, z)
-            logits, _ = logits_of(votes, agreement, parents_of(agreement, places, z))
+            of_poses = pose_logits_of(layer, children.columns, kernel, child_type, parent_type, program, z, dtype)
+            logits, _ = logits_of(votes, of_poses, agreement, parents_of(agreement, places, z))
             higher = tl.maximum(top, logits)
             base = tl.where(higher == -float("inf"), 0.0, higher)
             total = total * tl.exp(top - base) + tl.exp(logits - base)
@@ -79,10 +81,10 @@ def _m_step(layer, agreement, tops, masses, means, variances, group_count, sampl
         edge = tl.load(layer.lists + z.parent_edge + place)
         site, _parent_site, kernel = ends_of(layer.lists, edge, z)
         for child_type in tl.range(0, z.types, loop_unroll_factor=2):
-            children, votes, softmax = votes_along(
+            children, votes, of_poses, softmax = votes_along(
                 layer, edge, site, kernel, child_type, parent_type, program, z, dtype
             )
-            log_c, _ = log_couplings(votes, agreement, parents, softmax, z)
+            log_c, _ = log_couplings(votes, of_poses, agreement, parents, softmax, z)
             a = children.a
             used = ((a < tiny_of(dtype)) == 0) & program.is_vote & (log_c != -float("inf"))
             log_a = tl.log(tl.where(a < tiny_of(dtype), 1.0, a))
@@ -160,7 +162,8 @@ def _write_couplings(layer, agreement, out, samples, unit, z: tl.constexpr):
         places = places_of(parent_site, parent_type, z.stride, program, z)
         votes = votes_of(children.columns, rows_of(layer, kernel, child_type, parent_type, program, z, dtype), z)
         parents = parents_of(agreement, places, z)
-        log_c, _ = log_couplings(votes, agreement, parents, softmax, z)
+        of_poses = pose_logits_of(layer, children.columns, kernel, child_type, parent_type, program, z, dtype)
+        log_c, _ = log_couplings(votes, of_poses, agreement, parents, softmax, z)
         to = (program.sample.to(tl.int64) * z.parent_types + parent_type)[:, None] * z.edges + edge
         tl.store(out + to * z.types + (child_type + program.lane)[None, :], tl.exp(log_c), program.is_vote)
 

@@ -54,7 +54,7 @@ class Shape:
 
     The *own* types of a program are child types if `of_children` is 1, and parent types if it is 0. `stride` is
     `sample_stride`. As a constant, it saves the kernels many integer operations; as a power of two, it leaves only few
-    different kernels.
+    different kernels. A transform has `depth` rows; see `Shapes`.
     """
 
     sites: int
@@ -65,6 +65,7 @@ class Shape:
     parent_types: int
     columns: int
     transforms: int
+    depth: int
     edges: int
     types_compete: bool
     none_of_the_above: int
@@ -111,11 +112,11 @@ class Plan:
     ) -> None:
         shapes = Shapes(pose, transform, edge_lists, parent_sites, types, by_sample=False, lanes=1)
         sizes: Any = shapes.sizes
-        batch, sites, child_types, parent_sites, parent_types, transforms, rows, inner, columns, edges = sizes
+        batch, sites, child_types, parent_sites, parent_types, transforms, rows, inner, columns, edges, depth = sizes
         self.scalar, self.vector = shapes.scalar, shapes.vector
         begins = accumulate((3 * edges, sites + 1, parent_sites + 1, edges, transforms + 1))
         blocks = sample_stride(batch), SAMPLES, power_of_2(rows), power_of_2(columns)
-        ordered = (sites, child_types, rows, inner, parent_sites, parent_types, columns, transforms, edges)
+        ordered = (sites, child_types, rows, inner, parent_sites, parent_types, columns, transforms, depth, edges)
         constants: Any = (*ordered, types, int(none_of_the_above), *blocks, *begins)
         self.children = Shape(*constants, of_children=1)
         self.parents = replace(self.children, of_children=0)

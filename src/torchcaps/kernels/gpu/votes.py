@@ -204,9 +204,9 @@ def children_of(layer, site, child_type, program, z: tl.constexpr, dtype: tl.con
 
 @triton.jit
 def transforms_at(kernel, child_type, parent_type, program, z: tl.constexpr):
-    """Return the offset of transforms in ``[K, C, J, Q, N]``, ``[types]``."""
+    """Return the offset of transforms in ``[K, C, J, depth, N]``, ``[types]``."""
     start = (kernel.to(tl.int64) * z.types + child_type) * z.parent_types + parent_type
-    return (start + program.lane * (z.parent_types if z.of_children else 1)) * (z.inner * z.columns)
+    return (start + program.lane * (z.parent_types if z.of_children else 1)) * (z.depth * z.columns)
 
 
 @triton.jit
@@ -237,11 +237,44 @@ def votes_of(columns, rows, z: tl.constexpr):
 
 
 @triton.jit
+def logit_weights_at(kernel, child_type, parent_type, program, z: tl.constexpr):
+    """Return the offset of the weights of logits for the first number of each row of a pose, and the mask of rows."""
+    row = tl.arange(0, z.block_rows)[None, None, :, None]
+    first = transforms_at(kernel, child_type, parent_type, program, z) + z.inner * z.columns
+    return first[None, :, None, None] + row * z.inner, row < z.rows
+
+
+@triton.jit
+def logit_weights_of(layer, kernel, child_type, parent_type, program, z: tl.constexpr, dtype: tl.constexpr):
+    """Load the weights of the logits: a tuple with a tensor ``[1, types, rows, 1]`` for each column of a pose."""
+    at, is_row = logit_weights_at(kernel, child_type, parent_type, program, z)
+    weights = ()
+    if z.depth > z.inner:
+        for q in tl.static_range(tl.constexpr(z.inner)):
+            weights = weights + (tl.load(layer.transform + at + q, is_row, 0).to(dtype),)
+    return weights
+
+
+@triton.jit
+def pose_logits_of(layer, columns, kernel, child_type, parent_type, program, z: tl.constexpr, dtype: tl.constexpr):
+    """Return the part of the logits that depends on the poses only, ``[samples, types]``; 0 without such weights."""
+    logits = tl.full([z.block_samples, z.block_types], 0, dtype)
+    if z.depth > z.inner:
+        weights = logit_weights_of(layer, kernel, child_type, parent_type, program, z, dtype)
+        for q in tl.static_range(tl.constexpr(z.inner)):
+            logits += sum_of_numbers(columns[q] * weights[q])
+        bias = transforms_at(kernel, child_type, parent_type, program, z) + z.inner * (z.columns + z.rows)
+        logits += tl.load(layer.transform + bias).to(dtype)[None, :]
+    return logits
+
+
+@triton.jit
 def votes_along(layer, edge, site, kernel, child_type, parent_type, program, z: tl.constexpr, dtype: tl.constexpr):
-    """Return the `Children` of a type, their votes for the own parents along an edge, and the votes' `Softmax`."""
+    """Return the `Children` of a type, their votes for the own parents along an edge, pose logits and `Softmax`."""
     children = children_of(layer, site, child_type, program, z, dtype)
     votes = votes_of(children.columns, rows_of(layer, kernel, child_type, parent_type, program, z, dtype), z)
-    return children, votes, softmax_of(layer.lists, site, edge, child_type, program, z)
+    of_poses = pose_logits_of(layer, children.columns, kernel, child_type, parent_type, program, z, dtype)
+    return children, votes, of_poses, softmax_of(layer.lists, site, edge, child_type, program, z)
 
 
 @triton.jit
@@ -301,17 +334,20 @@ def sum_of_numbers(x):
 
 
 @triton.jit
-def logits_of(votes, record, parents):
-    """Return the logits ``[samples, types]``, and d = V - centre."""
+def logits_of(votes, of_poses, record, parents):
+    """Return the logits ``[samples, types]``, and d = V - centre. `of_poses` comes from `pose_logits_of`."""
     d = votes - parents.centre
-    factor = tl.zeros_like(votes) + parents.linear
-    if record.quadratic is not None:
-        factor -= parents.quadratic * d
-    return sum_of_numbers(factor * d) + parents.constant, d
+    logits = of_poses + parents.constant
+    if record.linear is not None or record.quadratic is not None:
+        factor = tl.zeros_like(votes) + parents.linear
+        if record.quadratic is not None:
+            factor -= parents.quadratic * d
+        logits += sum_of_numbers(factor * d)
+    return logits, d
 
 
 @triton.jit
-def log_couplings(votes, record, parents, softmax, z: tl.constexpr):
+def log_couplings(votes, of_poses, record, parents, softmax, z: tl.constexpr):
     """Return log c ``[samples, types]``, and d = V - centre.
 
     If the record has no log_sums, the couplings are uniform and d is V.
@@ -320,7 +356,7 @@ def log_couplings(votes, record, parents, softmax, z: tl.constexpr):
         log_c = -tl.log(tl.full([z.block_samples, z.block_types], 0, votes.dtype) + softmax.competitors)
         d = votes
     else:
-        logits, d = logits_of(votes, record, parents)
+        logits, d = logits_of(votes, of_poses, record, parents)
         top = tl.load(record.log_sums + softmax.at)
         log_sum = tl.load(record.log_sums + softmax.count + softmax.at)
         log_c = (logits - top) - log_sum
