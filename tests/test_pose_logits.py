@@ -62,3 +62,11 @@ def test_the_couplings_equal_a_softmax_of_pose_times_weights():
         torch.testing.assert_close(votes.couplings(), right)
         torch.testing.assert_close(votes.moments().mass, (right * activation[:, None]).sum(dim=(2, 3))[:, None])
         torch.testing.assert_close(votes.materialised()[:, :, 0, 0], pose[:, None, 0, 0] @ transform[0, 0])
+
+
+def test_weights_that_do_not_fit_are_refused(untyped):
+    pose, activation, transform, weights = case_of(RoutingMap.dense(3), "odd", 4)
+    votes = partial(Votes, pose, activation, transform, RoutingMap.dense(3))
+    for wrong in (weights[..., :-1], weights[:, :, :1], [1.0], weights.long()):
+        with pytest.raises(ValueError, match="logit_weights"):
+            votes(logit_weights=wrong)

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from torchcaps.checks import described
+from torchcaps.checks import check_device, check_floating, described
 from torchcaps.kernels.gaussian import half_precision
 
 Competition = Literal["parents", "types"]
@@ -183,6 +183,18 @@ class Gaussians(NamedTuple):
     mean: Float[Tensor, "B P J R N"]
     variance: Float[Tensor, "B P J R N"]
     log_volume: Float[Tensor, "B P J"]
+
+
+def check_logit_weights(weights: Tensor, pose: Tensor, transform: Tensor) -> None:
+    """Check that weights of logits fit a pose ``[B, S, C, R, Q]`` and a transform ``[K, C, J, Q, N]``."""
+    shape = (*transform.shape[:3], pose.shape[3] * pose.shape[4] + 1)
+    check_floating("logit_weights", weights)
+    if weights.shape != shape:
+        raise ValueError(
+            f"logit_weights must be [K, C, J, R·Q + 1] = {list(shape)} to fit pose and transform; "
+            f"got {described(weights)}"
+        )
+    check_device("logit_weights", weights, pose.device)
 
 
 def check_variance(agreement: Agreement) -> None:

@@ -117,7 +117,11 @@ class Rule(nn.Module):
         return pose, transform
 
     def logit_weights(self) -> Float[Tensor, "K C J W"] | None:
-        """Return the argument ``logit_weights`` of `Votes`, with which logits depend on the poses of the children."""
+        """Return learned weights with which logits depend on the poses of the children: `Votes` explains them.
+
+        The result is ``[K, C, J, R·Q + 1]``, for K transforms, C child types, J parent types and children with poses of
+        R×Q numbers; or None, the default, if logits depend only on the agreement.
+        """
         return None
 
     def contributions(

@@ -34,6 +34,7 @@ from torchcaps.routing.agreement import (
     Means,
     Moments,
     Recomputed,
+    check_logit_weights,
     check_variance,
     kernel_arguments,
     kernel_tensors,
@@ -74,12 +75,12 @@ class Votes:
         backend: ``fused``: kernels that do not store votes and have no second-order gradients; ``reference``: PyTorch
             operations that store all votes; ``auto``: ``fused`` if the kernels can run, otherwise ``reference``.
         logit_weights: ``[K, C, J, R·Q + 1]``; None for 0. The numbers of a child's pose, row by row, times the first
-            R·Q weights, plus the last weight: this sum is added to every logit from an `Agreement`.
+            R·Q weights, plus the last weight: this sum is added to every logit, also without an `Agreement`.
 
     Raises:
         ValueError: ``pose`` or ``transform`` does not fit ``routing_map``; ``activation`` does not fit ``pose``, or,
-            on a CPU, a value of it is negative; ``competition`` or ``backend`` is unknown; ``passes`` is below 1; or
-            the fused backend cannot run.
+            on a CPU, a value of it is negative; ``logit_weights`` does not fit ``pose`` and ``transform``;
+            ``competition`` or ``backend`` is unknown; ``passes`` is below 1; or the fused backend cannot run.
 
     Example:
         >>> pose, transform = torch.randn(2, 6, 4, 1, 8), torch.randn(6, 4, 10, 8, 16)
@@ -137,6 +138,7 @@ class Votes:
         self._by_sample = samples_in_lanes(self._pose, transform, routing_map.own_transforms, routing_map.most_edges)
         self._pose_logits = logit_weights is not None
         if logit_weights is not None:
+            check_logit_weights(logit_weights, pose, transform)
             self._transform = packed(self._transform, in_dtype(logit_weights, dtype))
         self._tokens: list[list[Tensor]] = []  # of the passes to come
         self._direct = False  # whether these tokens are for calls without the dispatcher
