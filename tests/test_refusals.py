@@ -179,7 +179,7 @@ def test_wrong_agreements_floors_and_passes_are_refused(backend):
     children = right()["pose"], right()["activation"], right()["transform"], RoutingMap.dense(4)
     votes = Votes(*children, backend=backend)
     for agreement, message in (
-        (votes.moments(), "agreement must be an Agreement or None; got"),
+        (votes.moments(), "agreement must be an Agreement, a Recomputed or None; got"),
         (Agreement(linear=0.5), r"'linear' in the agreement must have shape .* got 0.5"),
         (Agreement(constant=torch.ones(2, 1, 5).int()), "agreement.constant must have a floating-point dtype"),
         (Agreement(constant=torch.ones(2, 1, 5, device="meta")), "agreement.constant is on meta and pose on cpu"),
