@@ -27,7 +27,8 @@ def test_every_recipe_has_its_own_name_a_known_model_and_a_docstring(name):
 
 
 def test_recipes_info_and_data_print_their_lists(call):
-    assert all(name in call("recipes")[1] for name in (*RECIPES, "em", "initial_beta_a=-25.0"))
+    listed = call("recipes")[1]
+    assert all(name in listed for name in (*RECIPES, "em", "initial_beta_a=-25.0"))
     described = call("recipes", "matrix-capsnet-toys")[1]
     assert "matrix-capsnet-toys-paper has the paper's settings" in described
     assert "`" not in described

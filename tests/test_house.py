@@ -5,6 +5,7 @@ import inspect
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,7 @@ def test_no_file_is_longer_than_400_lines():
     assert not [f"{path}: {count}" for path, count in lines.items() if count > 400]
 
 
+@cache
 def words_of(path):
     """Names of classes and strings in a Python file, without docstrings; all words of a C++ file, without pragmas."""
     if path.suffix != ".py":
