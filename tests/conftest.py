@@ -13,6 +13,7 @@ from hypothesis import settings
 from PIL import Image
 
 from torchcaps import cli
+from warm_python import WarmPython
 
 torch.set_num_threads(1)
 pytest_plugins = ["gpu_problems"]
@@ -33,6 +34,12 @@ if not torch.cuda.is_available():
 def seeded():
     """Set the random seed, so that the random numbers of a test do not depend on the tests that ran before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def blank_pictures(monkeypatch):
+    """Write empty files instead of pictures, for tests that train and look at no picture; drawing takes long."""
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *_, **__: None)
 
 
 @pytest.fixture
@@ -68,13 +75,32 @@ def check_against_reference(run, rtol, atol):
             torch.testing.assert_close(found, right, rtol=rtol, atol=atol, msg=f"{{}} with {name}".format)
 
 
+def new_python(words, folder=".", timeout=300) -> subprocess.CompletedProcess:
+    """Run Python in a process that imports everything itself."""
+    words = [sys.executable, *(str(word) for word in words)]
+    options = {"cwd": folder, "env": ENVIRONMENT, "capture_output": True, "text": True, "timeout": timeout}
+    return subprocess.run(words, **options, check=False)
+
+
 @pytest.fixture(scope="session")
-def command():
+def python():
+    """Return a function that runs Python in its own process, which need not import PyTorch and Lightning again.
+
+    With a GPU, it imports them again, because a copy of a process cannot use the GPU.
+    """
+    if torch.cuda.is_available():
+        yield new_python
+    else:
+        with WarmPython(ENVIRONMENT) as warm:
+            yield warm
+
+
+@pytest.fixture(scope="session")
+def command(python):
     """Return a function that runs `torchcaps` in its own process."""
 
     def run(*arguments: object) -> subprocess.CompletedProcess:
-        words = [*COMMAND, *(str(argument) for argument in arguments)]
-        return subprocess.run(words, capture_output=True, text=True, env=ENVIRONMENT, timeout=300, check=False)
+        return python([*COMMAND[1:], *arguments])
 
     return run
 
@@ -104,6 +130,8 @@ def call(monkeypatch, capsys):
     """
 
     def run(*arguments):
+        if arguments[0] == "train":
+            monkeypatch.setattr("torchcaps.estimate.MOST_STEPS", 1)
         monkeypatch.setattr(sys, "argv", ["torchcaps", *(str(argument) for argument in arguments)])
         with pytest.raises(SystemExit) as stop:
             cli.main()
@@ -130,8 +158,6 @@ def refused(call):
     """Return a function that runs a command, checks that it ends with an error of one line, and returns this line."""
 
     def run(*arguments):
-        if arguments[0] == "train":
-            monkeypatch.setattr("torchcaps.estimate.MOST_STEPS", 1)
         code, _, error = call(*arguments)
         assert code == 2, error
         assert "Traceback" not in error

@@ -16,6 +16,8 @@ from torchcaps.experiments.affnist import NETWORKS, SIZE, affine, affnist_test, 
 from torchcaps.experiments.study import Study
 from torchcaps.recipes import create_recipe
 
+pytestmark = pytest.mark.usefixtures("blank_pictures")
+
 
 def test_affine_digits_stay_inside_the_image_and_keep_most_of_their_brightness():
     pixels = torch.zeros(50, 1, 28, 28, dtype=torch.uint8)

@@ -13,6 +13,7 @@ from torchcaps.split_batches import SplitBatches
 from torchcaps.training import fit
 from torchcaps.training_module import TrainingModule, average_batch_norms
 
+pytestmark = pytest.mark.usefixtures("blank_pictures")
 SMALL = {"model.widths": "[8,2,2,2]", "epochs": "2", "batch_size": "20", "precision": "float32", "choose": "last"}
 
 

@@ -20,6 +20,7 @@ from torchcaps.split_batches import SplitBatches
 from torchcaps.training import fit, new_module
 from torchcaps.training_module import TrainingModule
 
+pytestmark = pytest.mark.usefixtures("blank_pictures")
 CPU = torch.device("cpu")
 
 

@@ -3,8 +3,6 @@
 import copy
 import io
 import pickle
-import subprocess
-import sys
 from functools import partial
 
 import pytest
@@ -125,7 +123,7 @@ OTHERS = [name for name in NETWORKS if name != "capsnet"]
 @pytest.mark.parametrize(
     "names", [["capsnet"], pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["capsnet", "others"]
 )
-def test_models_compile_to_one_graph_for_any_batch_size(names):
+def test_models_compile_to_one_graph_for_any_batch_size(names, python):
     """Runs in its own process, because torch.compile cannot trace the run-time type checks."""
     script = f"""
 import torch
@@ -152,7 +150,8 @@ for name, options in { ({name: SMALL.get(name, {}) for name in names})!r}.items(
             if right is not None:
                 torch.testing.assert_close(one, right, rtol=1e-3, atol=1e-4)
 """
-    subprocess.run([sys.executable, "-W", "error", "-c", script], check=True)
+    done = python(["-W", "error", "-c", script])
+    assert done.returncode == 0, done.stderr
 
 
 def varied(name):

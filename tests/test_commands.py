@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import torchcaps
-from conftest import COMMAND, ENVIRONMENT
+from conftest import COMMAND, ENVIRONMENT, new_python
 from torchcaps import Classifier, DataWarning, __version__, kernels
 from torchcaps.cli import _warn
 from torchcaps.cli.common import print_table
@@ -23,14 +23,13 @@ from torchcaps.recipe import Recipe
 from torchcaps.recipes import RECIPES, create_recipe, settings_of
 
 
-def test_the_version_is_printed(command):
-    done = command("--version")
+def test_the_version_is_printed():
+    done = new_python([*COMMAND[1:], "--version"])
     assert (done.returncode, done.stdout) == (0, f"torchcaps {__version__}\n")
 
 
 def test_the_module_runs_without_docstrings_too():
-    words = [sys.executable, "-OO", "-m", "torchcaps", "recipes", "capsnet-mnist"]
-    done = subprocess.run(words, capture_output=True, text=True, env=ENVIRONMENT, timeout=300, check=False)
+    done = new_python(["-OO", "-m", "torchcaps", "recipes", "capsnet-mnist"])
     assert done.returncode == 0, done.stderr
     assert "learning_rate" in done.stdout
 

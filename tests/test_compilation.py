@@ -16,6 +16,8 @@ from torchcaps.run_folder import read_rows
 from torchcaps.training import fit, new_module
 from torchcaps.training_module import TrainingModule
 
+pytestmark = pytest.mark.usefixtures("blank_pictures")
+
 
 def compiling(batch_size=20, **settings):
     return replace(tiny(2, **settings), compile=True, batch_size=batch_size)

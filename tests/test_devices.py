@@ -2,8 +2,6 @@
 
 import copy
 import os
-import subprocess
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -14,7 +12,7 @@ from torch._inductor import config
 from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from conftest import ENVIRONMENT, SMALL_CAPSNET
+from conftest import SMALL_CAPSNET
 from test_run_folder import SPLITS, tiny
 from torchcaps import BadInput, Capsules, ClassCaps, Classifier, PooledCNN, Preprocessing, kernels, margin_loss
 from torchcaps.batches import Batches, ImageBatches
@@ -25,7 +23,7 @@ from torchcaps.routing_map import Constant
 from torchcaps.training import fit
 from torchcaps.training_module import TrainingModule
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("blank_pictures")]
 
 
 def settings():
@@ -88,10 +86,8 @@ fit(tiny(1), SPLITS, Path(sys.argv[1]) / "second", logger=logger)
     ("logger", "at_exit", "error"),
     [("none", "closed", ""), pytest.param("wrong", "open", "logger must be one", marks=pytest.mark.slow)],
 )
-def test_the_process_group_is_closed_at_exit_unless_the_last_training_failed(logger, at_exit, error, tmp_path):
-    words = [sys.executable, "-c", PROCESS_GROUP, tmp_path, logger]
-    folder = Path(__file__).parent
-    done = subprocess.run(words, env=ENVIRONMENT, cwd=folder, capture_output=True, text=True, timeout=300)
+def test_the_process_group_is_closed_at_exit_unless_the_last_training_failed(logger, at_exit, error, python, tmp_path):
+    done = python(["-c", PROCESS_GROUP, tmp_path, logger], Path(__file__).parent)
     assert done.stdout.split()[-1] == at_exit, done.stderr
     assert done.returncode == bool(error)
     assert error in done.stderr

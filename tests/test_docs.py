@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from conftest import ENVIRONMENT, SMALL_CAPSNET
+from conftest import SMALL_CAPSNET, new_python
 from torchcaps.experiments.capsnet_table1 import WIDER
 from torchcaps.experiments.report import write_pages
 from torchcaps.experiments.study import Study
@@ -28,20 +28,16 @@ BLOCKS = {
 }
 
 
-def run_python(words, folder):
-    """Run Python with one thread. Several threads would wait for each other while another test runs."""
-    done = subprocess.run([sys.executable, *words], cwd=folder, env=ENVIRONMENT, capture_output=True, text=True)
+@pytest.mark.parametrize("page", [page for page, blocks in BLOCKS.items() if blocks], ids=lambda page: page.name)
+def test_every_python_block_of_a_page_runs(page, python, tmp_path):
+    """The blocks of a page run one after another in one new process, because torch.compile cannot trace type checks."""
+    (tmp_path / "weights").symlink_to(ROOT / "weights")
+    run = new_python if page.name == "README.md" else python
+    done = run(["-c", "\n".join(BLOCKS[page])], tmp_path)
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("page", [page for page, blocks in BLOCKS.items() if blocks], ids=lambda page: page.name)
-def test_every_python_block_of_a_page_runs(page, tmp_path):
-    """The blocks of a page run one after another in one new process, because torch.compile cannot trace type checks."""
-    (tmp_path / "weights").symlink_to(ROOT / "weights")
-    run_python(["-c", "\n".join(BLOCKS[page])], tmp_path)
-
-
-def test_the_script_for_an_own_rule_trains_and_evaluates_a_run(refused, images, tmp_path):
+def test_the_script_for_an_own_rule_trains_and_evaluates_a_run(python, refused, images, tmp_path):
     page = ROOT / "docs" / "write-your-own-rule.md"
     rule, _, _, named, *_ = BLOCKS[page]
     (tmp_path / "soft_k_means.py").write_text(rule + named)
@@ -49,7 +45,8 @@ def test_the_script_for_an_own_rule_trains_and_evaluates_a_run(refused, images, 
     training, evaluation = re.findall(r"^python (own.py .*)", page.read_text(), re.MULTILINE)
     run = tmp_path / "runs" / "own"
     for words in (f"{training} --data {images} {shlex.join(SMALL_CAPSNET)} --epochs 1", evaluation):
-        run_python(shlex.split(words), tmp_path)
+        done = python(shlex.split(words), tmp_path)
+        assert done.returncode == 0, done.stderr
     assert json.loads((run / "recipe.json").read_text())["recipe"]["routing_options"] == {"iterations": 2}
     assert "is 'soft_k_means', which is not in torchcaps.ROUTINGS: import the module" in refused("evaluate", run)
 

@@ -17,6 +17,8 @@ from torchcaps.estimate import Estimate, duration, estimate
 from torchcaps.recipes import create_recipe
 from torchcaps.training import fit, new_module
 
+pytestmark = pytest.mark.usefixtures("blank_pictures")
+
 
 def digits(count: int) -> Images:
     labels = torch.arange(count) % 10

@@ -20,6 +20,8 @@ from torchcaps.data import ImagesOnDisk, load_test_images, read_image
 from torchcaps.evaluation import evaluate
 from torchcaps.model_card import publish
 
+pytestmark = pytest.mark.usefixtures("blank_pictures")
+
 
 def evaluated(call, *words):
     """Return the number of test images, the accuracy, the output and the warnings of `torchcaps evaluate`."""

@@ -15,6 +15,7 @@ from torchcaps.fine_tuning import load_matching
 from torchcaps.models import create_model
 from torchcaps.recipes import create_recipe
 
+pytestmark = pytest.mark.usefixtures("blank_pictures")
 OF_CLASSES = {"class_capsules.transform", "decoder.layers.0.weight"}
 
 

@@ -17,6 +17,7 @@ from torchcaps.models import create_model
 from torchcaps.options import fits
 from torchcaps.run_folder import read_metrics
 
+pytestmark = pytest.mark.usefixtures("blank_pictures")
 ESCAPE = "\x1b[31mred"
 
 

@@ -1,8 +1,5 @@
 """Capsule heads on feature maps of any network: every rule, any size, gradients of the backbone, one compiled graph."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import nn
@@ -10,6 +7,8 @@ from torch import nn
 from torchcaps import ROUTINGS, CapsuleHead, ResidualCapsNet, create_model
 from torchcaps.losses import activation_logit_cross_entropy
 from torchcaps.recipes import create_recipe
+
+pytestmark = pytest.mark.usefixtures("blank_pictures")
 
 
 def backbone_of(channels=6):
@@ -111,7 +110,7 @@ def test_features_of_another_shape_are_refused():
             head(torch.rand(shape))
 
 
-def test_backbone_and_head_compile_to_one_graph():
+def test_backbone_and_head_compile_to_one_graph(python):
     """Runs in its own process, because torch.compile cannot trace the run-time type checks."""
     script = """
 import torch
@@ -125,7 +124,8 @@ for batch in (2, 3):
     images = torch.rand(batch, 2, 9, 11)
     torch.testing.assert_close(compiled(images).scores, network(images).scores)
 """
-    subprocess.run([sys.executable, "-W", "error", "-c", script], check=True)
+    done = python(["-W", "error", "-c", script])
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_residual_network_has_the_expected_number_of_weights():
@@ -139,7 +139,7 @@ def test_the_residual_network_has_the_expected_number_of_weights():
 
 
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
-def test_a_narrow_residual_network_trains_on_larger_images(precision):
+def test_a_narrow_residual_network_trains_on_larger_images(precision, python):
     """Runs in its own process, because a fault of oneDNN would end the process."""
     code = f"""
 import torch
@@ -151,7 +151,8 @@ with torch.autocast("cpu", {precision}, enabled={precision != torch.float32}):
     for _ in range(5):
         model(images).scores.sum().backward()
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+    done = python(["-c", code])
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_recipe_for_own_images_trains_a_residual_network(succeeds, images, tmp_path):

@@ -19,6 +19,7 @@ from torchcaps.cli.common import splits_for
 from torchcaps.data import load_image_table, load_splits
 from torchcaps.recipes import create_recipe
 
+pytestmark = pytest.mark.usefixtures("blank_pictures")
 SPLITS = ("train", "validation", "test")
 
 

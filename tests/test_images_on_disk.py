@@ -43,6 +43,7 @@ from torchcaps.evaluation import clear_errors
 from torchcaps.seen_images import seen_in_training
 from torchcaps.training import fit
 
+pytestmark = pytest.mark.usefixtures("blank_pictures")
 SPLITS = ("train", "validation", "test")
 
 

@@ -21,7 +21,7 @@ from torchcaps.evaluation import evaluate
 from torchcaps.training import fit
 from torchcaps.training_module import TrainingModule
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("blank_pictures")]
 SLURM = {"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_JOB_NAME": "train"}
 
 

@@ -8,6 +8,7 @@ from torchcaps.recipes import create_recipe
 from torchcaps.training import fit, new_module
 from torchcaps.training_module import TrainingModule
 
+pytestmark = pytest.mark.usefixtures("blank_pictures")
 CAPSNET = {"model.convolution_channels": "8", "model.primary_types": "2", "model.primary_pose_size": "4"}
 SETTINGS = {"epochs": "4", "batch_size": "20", "precision": "float32", "early_epochs": "2", "early_iterations": "1"}
 

@@ -21,7 +21,7 @@ LABELS = torch.arange(40) % 2
 PIXELS = (100 * LABELS[:, None, None, None]).expand(-1, 1, 14, 14).to(torch.uint8).contiguous()
 IMAGES = Images(PIXELS, LABELS, ("dark", "bright"))
 SPLITS = Splits(IMAGES, IMAGES, IMAGES)
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("blank_pictures")]
 
 
 def recipe_of(epochs):

@@ -31,6 +31,8 @@ from torchcaps.run_folder import read_metrics, read_rows, read_run
 from torchcaps.training import fit
 from torchcaps.training_module import TrainingModule, mean_recall_percent, validation_rank
 
+pytestmark = pytest.mark.usefixtures("blank_pictures")
+
 
 @pytest.mark.usefixtures("untyped")
 @pytest.mark.parametrize("loss", [cross_entropy, activation_cross_entropy])

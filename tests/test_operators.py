@@ -1,7 +1,5 @@
 """The fused operators: their registration in PyTorch, torch.compile, torch.export, and inputs that they refuse."""
 
-import subprocess
-import sys
 from contextlib import nullcontext
 
 import numpy as np
@@ -110,7 +108,7 @@ def test_inputs_that_the_kernels_do_not_support_are_refused_or_run_on_the_refere
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_models_compile_to_one_graph_that_calls_the_operators(backend):
+def test_models_compile_to_one_graph_that_calls_the_operators(backend, python):
     """Runs in its own process, because torch.compile cannot trace the run-time type checks."""
     script = """
 import sys
@@ -141,7 +139,8 @@ for model in models:
             torch.testing.assert_close(found, right)
 """
     warnings = ["-W", "error"] if backend == "aot_eager" else []
-    subprocess.run([sys.executable, *warnings, "-c", script, backend], check=True)
+    done = python([*warnings, "-c", script, backend])
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.usefixtures("untyped")

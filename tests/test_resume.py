@@ -28,6 +28,8 @@ from torchcaps.run_report import write_run_report
 from torchcaps.training import fit
 from torchcaps.training_module import TrainingModule
 
+pytestmark = pytest.mark.usefixtures("blank_pictures")
+
 
 @pytest.fixture
 def photos(tmp_path):

@@ -1,8 +1,6 @@
 """Rules that use the moments of votes: the properties of a routing rule, and the procedures of their papers."""
 
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -317,10 +315,11 @@ def test_rules_compute_in_float32_under_autocast_and_in_half_precision():
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name == "uniform" else [pytest.mark.slow]) for name in ROUTINGS]
 )
-def test_every_rule_passes_check_rule(name):
+def test_every_rule_passes_check_rule(name, python):
     """Runs in its own process, because torch.compile cannot trace the run-time type checks."""
     script = f"from torchcaps import ROUTINGS, testing; testing.check_rule(ROUTINGS[{name!r}].for_layer)"
-    subprocess.run([sys.executable, "-c", script], check=True)
+    done = python(["-c", script])
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.usefixtures("untyped")

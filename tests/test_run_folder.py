@@ -28,6 +28,7 @@ from torchcaps.seen_images import seen_in_training
 from torchcaps.training import fit
 from torchcaps.training_module import TrainingModule
 
+pytestmark = pytest.mark.usefixtures("blank_pictures")
 THREE = ("--epochs", 3, "--batch-size", 2)
 
 
@@ -354,10 +355,8 @@ def test_a_file_that_cannot_be_written_is_named_and_not_changed(tmp_path):
 def test_an_interruption_before_training_prints_one_line(images, tmp_path):
     """Also during the import of torch, and after more than one Ctrl-C."""
     words = [*COMMAND, "train", "capsnet-mnist", "--data", str(images), "--out", str(tmp_path / "run")]
-    start = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); import runpy, sys; "
-    start += (
-        "sys.argv[:] = ['torchcaps', *sys.argv[1:]]; from torchcaps import cli; print('ready', flush=True); cli.main()"
-    )
+    start = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    start += "sys.argv[0] = 'torchcaps'; from torchcaps import cli; print('ready', flush=True); cli.main()"
     words = [words[0], "-c", start, *words[3:]]
     for delay in (0.2, 0.6, 1.5):
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

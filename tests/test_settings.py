@@ -12,6 +12,8 @@ from torchcaps.environment import environment
 from torchcaps.recipe import resolve_precision
 from torchcaps.recipes import create_recipe, discarded_options
 
+pytestmark = pytest.mark.usefixtures("blank_pictures")
+
 
 def test_settings_are_applied_to_the_recipe():
     recipe = create_recipe(

@@ -130,13 +130,13 @@ for words in json.loads(sys.argv[1]):
 """
 
 
-def test_an_interruption_in_a_test_prints_one_line(images, finished, tmp_path):
+def test_an_interruption_in_a_test_prints_one_line(python, images, finished, tmp_path):
     """Both in the test at the end of a training and in `evaluate`, one after the other in one new process."""
     out = tmp_path / "run"
     training = ["train", "capsnet-mnist", "--data", images, "--out", out, *SMALL_CAPSNET, "--epochs", 1]
     both = [[str(word) for word in words] for words in (training, ["evaluate", finished[0]])]
-    command = [sys.executable, "-c", INTERRUPTED_TEST, json.dumps(both)]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=True)
+    done = python(["-c", INTERRUPTED_TEST, json.dumps(both)])
+    assert done.returncode == 0, done.stderr
     resume = f"interrupted: run the same command with --resume to continue in {out}"
     assert done.stderr.splitlines() == [resume, "exit code 130", "interrupted", "exit code 130"]
     assert (out / "last.ckpt").exists()
@@ -159,6 +159,7 @@ def test_an_interruption_while_a_checkpoint_is_written_leaves_the_old_checkpoint
     assert torch.load(target, weights_only=True) == {"epoch": 1}
 
 
+@pytest.mark.usefixtures("blank_pictures")
 def test_progress_is_printed_as_lines_without_a_terminal(succeeds, images, tmp_path, monkeypatch):
     monkeypatch.setattr("torchcaps.run_writers.PROGRESS_SECONDS", 0.0)
     said = train(succeeds, images, tmp_path / "run", "--epochs", 1, "--batch-size", 14)
@@ -168,7 +169,7 @@ def test_progress_is_printed_as_lines_without_a_terminal(succeeds, images, tmp_p
     assert len(lines) == 5
 
 
-@pytest.mark.usefixtures("untyped")
+@pytest.mark.usefixtures("untyped", "blank_pictures")
 def test_the_same_seed_gives_the_same_weights_and_another_seed_gives_others(call, images, finished, tmp_path):
     for seed in (0, 1):
         code, _, error = train(call, images, tmp_path / str(seed), "--epochs", 3, "--batch-size", 2, "--seed", seed)
@@ -221,6 +222,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_step_and_module(refus
     assert " at step 1 (epoch 1" in line
 
 
+@pytest.mark.usefixtures("blank_pictures")
 def test_a_full_disk_leaves_the_last_good_checkpoint(succeeds, refused, images, finished, tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -270,6 +272,7 @@ def train_whole_and_stopped(recipe, folder, stop_after):
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("blank_pictures")
 def test_a_resumed_run_with_dropout_gives_bit_identical_weights(tmp_path):
     settings = {"epochs": "4", "batch_size": "20", "precision": "float32"}
     recipe = replace(create_recipe("cnn-baseline-mnist", settings), model_options={"channels": (4, 4, 4)})
@@ -323,6 +326,7 @@ def test_order_and_shifts_depend_only_on_seed_epoch_and_index(images):
     assert 0 <= views.min() <= views.max() <= 1
 
 
+@pytest.mark.usefixtures("blank_pictures")
 def test_matrix_capsules_train_evaluate_and_predict_on_cropped_colour_images(call, refused, images, tmp_path):
     words = [
         "train",

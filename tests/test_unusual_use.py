@@ -1,8 +1,6 @@
 """Uses of networks, losses and layers that are legitimate but rare: they work, or are refused in one line."""
 
 import math
-import subprocess
-import sys
 from contextlib import nullcontext
 from copy import deepcopy
 
@@ -128,7 +126,7 @@ def test_im2col_convolution_supports_forward_mode_differentiation_and_vmap():
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("rule", ["dynamic", pytest.param("em", marks=pytest.mark.slow)])
-def test_compiled_functions_support_the_transforms_of_torch_func(rule, backend):
+def test_compiled_functions_support_the_transforms_of_torch_func(rule, backend, python):
     """Runs in its own process, because torch.compile cannot trace the run-time type checks."""
     code = f"""
 from functools import partial
@@ -149,7 +147,8 @@ torch.testing.assert_close(derivative(torch.compile(run, backend={backend!r}))(p
 torch.testing.assert_close(compiled(gradient)(pose), gradient(pose))
 torch.testing.assert_close(compiled(shifted)(shifts), shifted(shifts))
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+    done = python(["-c", code])
+    assert done.returncode == 0, done.stderr
 
 
 def test_layers_with_batch_norm_run_without_running_statistics():
