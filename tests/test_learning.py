@@ -10,10 +10,15 @@ from torchcaps.losses import activation_logit_cross_entropy
 STEPS, BATCH = 60, 32
 
 
+@pytest.fixture(scope="module")
+def digits():
+    return load_mnist_5k()
+
+
 @pytest.mark.usefixtures("untyped")
 @pytest.mark.parametrize("rule", ROUTINGS)
-def test_a_network_learns_digits_with_every_rule(rule, tmp_path):
-    train, test = load_mnist_5k(tmp_path)
+def test_a_network_learns_digits_with_every_rule(rule, digits):
+    train, test = digits
     torch.manual_seed(0)
     model = CapsNet((1, 28, 28), 10, convolution_channels=32, primary_types=4, decoder=False, routing=rule)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import train
+from conftest import new_python, train
 from image_trees import refused as refuses
 from test_image_table import png
 from test_run_folder import SPLITS, tiny
@@ -138,7 +138,7 @@ def test_a_full_disk_leaves_matching_weights_and_options(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
 
 
-def test_a_logger_on_a_full_disk_names_the_cure(python, tmp_path):
+def test_a_logger_on_a_full_disk_names_the_cure(tmp_path):
     code = (
         "import resource, signal, sys, pathlib; from torchcaps.loggers import create_logger; "
         "from torchcaps.recipes import create_recipe; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
@@ -146,7 +146,7 @@ def test_a_logger_on_a_full_disk_names_the_cure(python, tmp_path):
         "import traceback; sys.excepthook = lambda *error: print(*traceback.format_exception(*error), sep='', end=''); "
         "create_logger('tensorboard', pathlib.Path(sys.argv[1]), create_recipe('capsnet-mnist'))"
     )  # to standard output, because TensorBoard's thread may write to standard error at the same time
-    done = python(["-c", code, tmp_path])
+    done = new_python(["-c", code, tmp_path])
     assert re.search(f"BadInput: the logger tensorboard cannot start .*: free disk space in {tmp_path}", done.stdout)
 
 
