@@ -130,7 +130,7 @@ def call(monkeypatch, capsys):
     """
 
     def run(*arguments):
-        if arguments[0] == "train":
+        if arguments[:1] == ("train",):
             monkeypatch.setattr("torchcaps.estimate.MOST_STEPS", 1)
         monkeypatch.setattr(sys, "argv", ["torchcaps", *(str(argument) for argument in arguments)])
         with pytest.raises(SystemExit) as stop:
