@@ -208,15 +208,15 @@ def test_scores_of_the_central_crop_are_named_if_predictions_average_several_cro
 
 def test_the_support_of_a_digit_is_at_the_position_of_the_digit():
     images, _ = load_mnist_5k()
-    left, right = (int((images.labels == digit).nonzero()[0]) for digit in (3, 8))
-    strip = torch.cat([images.pixels[left], images.pixels[right]], dim=2)
+    strip = torch.cat([images.pixels[images.labels == digit][0] for digit in (3, 8)], dim=2)
     explorer = Explorer({"strips": WEIGHTS / "digit-strips"})
     view = explorer.view("strips", strip, "dynamic", 3, 0.0)
-    columns = torch.arange(56.0)
-    centres = [(view.found.support[-1, digit].sum(dim=0) * columns).sum() for digit in (3, 8)]
+    centres = [(view.found.support[-1, digit].sum(dim=0) * torch.arange(56.0)).sum() for digit in (3, 8)]
     assert centres[0] < 28 < centres[1]
     assert view.order == ["3", "8"]
     assert view.sentence() == "From left to right: 3, 8"
+    three = torch.cat([images.pixels[images.labels == digit][1] for digit in (7, 0, 4)], dim=2)
+    assert explorer.view("strips", three, "dynamic", 3, 0.0).order == ["7", "0", "4"]
 
 
 def test_a_network_without_capsules_is_refused():

@@ -126,6 +126,7 @@ def test_settings_of_a_recipe_that_lose_their_effect_are_accepted():
     [
         ("matrix-capsnet-toys", {"routing.iterations": "2", "epochs": "1"}, []),
         ("matrix-capsnet-smallnorb-paper", {"loss": "cross_entropy"}, ["margin_schedule=linear"]),
+        ("matrix-capsnet-mnist", {"loss": "spread", "margin_schedule": "linear"}, []),
         ("generative-capsnet-smallnorb", {"data": "toys"}, ["data.size=96"]),
         ("capsnet-cifar10", {"model": "pooled-capsnet", "routing.iterations": "3"}, ["routing.leaky=True"]),
     ],

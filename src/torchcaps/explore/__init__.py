@@ -166,11 +166,13 @@ class Explorer:
     def order(self, classifier: Classifier, found: Inspection) -> list[str]:
         """Return the digits of a strip from left to right, sorted by the centre of the pixels that support them.
 
-        The list is empty for a network that does not read strips, and for an image too narrow to be a strip.
+        These are the classes with the highest scores, one for each square of the strip: round(width / height). The list
+        is empty for a network that does not read strips, and for an image too narrow to be a strip.
         """
         if not isinstance(classifier.model, PooledCapsNet) or found.image.shape[2] < 1.5 * found.image.shape[1]:
             return []
-        present = [index for index, score in enumerate(found.scores.tolist()) if score > 0.5]
+        digits = min(round(found.image.shape[2] / found.image.shape[1]), len(found.scores))
+        present = found.scores.topk(digits).indices.tolist()
         columns = torch.arange(found.support.shape[3], device="cpu")
         centres = {index: float((found.support[-1, index].sum(dim=0) * columns).sum()) for index in present}
         return [found.class_names[index] for index in sorted(present, key=lambda index: centres[index])]

@@ -131,7 +131,7 @@ def discarded_options(changed: Recipe) -> list[str]:
     """
     recipe, kept = RECIPES[changed.name](), changed.by_name()
     found = [f"{key}={value}" for key, value in recipe.by_name().items() if key not in kept]
-    if changed.loss != recipe.loss and changed.margin_schedule != recipe.margin_schedule:
+    if changed.loss != recipe.loss and changed.margin_schedule == "none" != recipe.margin_schedule:
         found.append(f"margin_schedule={recipe.margin_schedule}")
     return found
 
