@@ -82,6 +82,22 @@ def test_gradients_reach_the_agreement_if_the_children_need_none():
     torch.testing.assert_close(found, right, rtol=1e-12, atol=0)
 
 
+def test_the_function_runs_without_autocast_in_both_passes():
+    weight = torch.randn(4, 4)
+    leaves = [x.detach().float().requires_grad_() for x in full_problem(MAPS["conv"], 5, (2, 3, 4))[:3]]
+
+    def linear(mass, mean, variance):
+        return Agreement(linear=mean @ weight)
+
+    gradients = []
+    for enabled in (False, True):
+        votes = Votes(*leaves, MAPS["conv"], passes=2, backend="fused")
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            loss = votes.moments(Recomputed(linear, *votes.moments())).mean.square().sum()
+        gradients.append(torch.autograd.grad(loss, leaves))
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)
+
+
 def test_gradients_of_gradients_are_refused():
     _, found, leaves = three_passes(later)
     first = gradients(found, leaves, create_graph=True)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
+from conftest import new_python
 from test_run_folder import SPLITS, tiny
 from torchcaps import BadInput, CapsNet, Capsules, Classifier, EfficientCapsNet, Preprocessing, Routing, SharedCaps
 from torchcaps.data import Images, read_image
@@ -21,7 +22,7 @@ from torchcaps.export import export_classifier
 from torchcaps.kernels import in_onnx_export
 from torchcaps.kernels.flops import let_flops_be_counted
 from torchcaps.recording import recorded
-from torchcaps.threads import Lock, evaluating
+from torchcaps.threads import Lock, evaluating, training
 from torchcaps.training import fit, new_module
 
 TINY = {"image_shape": (1, 20, 20), "num_classes": 3, "convolution_channels": 8, "primary_types": 2}
@@ -93,6 +94,35 @@ def test_networks_that_share_modules_keep_their_modes():
         leave.set()
         assert other.result() == {False}
     assert {module.training for module in outer.modules()} == {True}
+
+
+def test_a_network_is_trained_until_its_last_training_ends():
+    network = CapsNet(**TINY)
+
+    def use():
+        with evaluating(network):
+            pass
+
+    with ThreadPoolExecutor(1) as thread, training(network):
+        with training(network):
+            pass
+        with pytest.raises(BadInput, match="another thread trains"):
+            thread.submit(use).result()
+
+
+def test_a_process_that_is_forked_inside_a_lock_can_leave_it():
+    script = """
+import os, warnings
+from torchcaps.threads import Lock, without_warnings
+with Lock(), without_warnings():
+    child = os.fork()
+with without_warnings():
+    warnings.warn("seen although silenced")
+if child:
+    raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    done = new_python(["-c", script])
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.filterwarnings("ignore")

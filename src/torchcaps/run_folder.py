@@ -27,7 +27,7 @@ from torchcaps.options import NEWER, absent, check_kind, fits
 from torchcaps.recipe import Recipe
 
 LOCK = ".lock"
-"""Errors with which a file system says that it has no locks."""
+"""Name of the lock file in a run folder."""
 MEASURED = ("train_loss", "validation_loss", "validation_accuracy_percent", "train_images_per_second", "seconds")
 """Columns of metrics.csv in runs of all versions."""
 DIGESTS = "image-digests.safetensors"

@@ -4,7 +4,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from threading import RLock, get_ident
 
@@ -28,15 +28,16 @@ class Lock:
         self._lock.acquire()
 
     def __exit__(self, *_: object) -> None:
-        self._lock.release()
+        with suppress(RuntimeError):  # the process was forked inside the block, and the lock was renewed
+            self._lock.release()
 
 
 _CHANGING = Lock()
 """Lock for changes of all variables below, and of the modes of networks."""
 _uses: list["_Use"] = []
 """Uses of networks inside `evaluating`, in the order in which they began."""
-_trainers: dict[nn.Module, int] = {}
-"""For each module of the networks that `fit` trains now, the thread that trains it."""
+_trainings: list[tuple[int, set[nn.Module]]] = []
+"""Trainings that run now: the thread of each training, and the modules of its network."""
 _silent = 0
 """Number of threads inside `without_warnings`."""
 _filters = ExitStack()
@@ -66,7 +67,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             # The mode of a compiled module is that of the original module in it.
             originals = (module for module in model.modules() if "_orig_mod" not in module._modules)
             modes = {module: module.training for module in originals}
-            if any(_trainers.get(module, use.thread) != use.thread for module in modes):
+            if any(_is_trained(module, use.thread) for module in modes):
                 raise BadInput(
                     "another thread trains this network, and evaluation mode would disturb the training: use a copy "
                     "of the network, made with copy.deepcopy"
@@ -84,7 +85,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
                 later = [other for place, other in same if place > begun]
                 if later:
                     later[0].modes[module] = mode
-                elif not same:
+                elif not same and not _is_trained(module, use.thread):
                     module.training = mode
             _uses[:] = [other for other in _uses if other is not use]
 
@@ -92,15 +93,19 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def training(model: nn.Module) -> Iterator[None]:
     """Mark a model as being trained by this thread, so that `evaluating` refuses it in other threads."""
-    modules = [*model.modules()]
+    mark = get_ident(), set(model.modules())
     with _CHANGING:
-        _trainers.update(dict.fromkeys(modules, get_ident()))
+        _trainings.append(mark)
     try:
         yield
     finally:
         with _CHANGING:
-            for module in modules:
-                _trainers.pop(module, None)
+            _trainings[:] = [other for other in _trainings if other is not mark]
+
+
+def _is_trained(module: nn.Module, thread: int) -> bool:
+    """Return whether a thread other than `thread` trains a module."""
+    return any(other != thread and module in modules for other, modules in _trainings)
 
 
 @contextmanager
@@ -124,7 +129,7 @@ def without_warnings() -> Iterator[None]:
         yield
     finally:
         with _CHANGING:
-            _silent -= 1
+            _silent = max(0, _silent - 1)  # 0 already, if the process was forked inside the block
             if not _silent:
                 _filters.close()
 
@@ -135,7 +140,7 @@ def _forget_other_threads() -> None:
     _silent = 0
     _filters.close()
     _uses.clear()
-    _trainers.clear()
+    _trainings.clear()
 
 
 if hasattr(os, "register_at_fork"):

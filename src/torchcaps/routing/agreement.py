@@ -1,7 +1,8 @@
 """Inputs and outputs of `Votes.moments` and `Votes.gaussians`."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from torchcaps.checks import check_device, check_floating, described
 from torchcaps.kernels.gaussian import half_precision
+from torchcaps.routing.precision import without_autocast
 
 Competition = Literal["parents", "types"]
 COMPETITIONS: tuple[Competition, ...] = get_args(Competition)
@@ -66,7 +68,7 @@ class Recomputed:
 
     Arguments:
         function: function that takes ``tensors`` and returns an `Agreement`. It must return the same result each time,
-            and get every tensor that needs a gradient as an argument.
+            and get every tensor that needs a gradient as an argument. It runs without autocast.
         tensors: arguments of ``function``.
 
     Raises:
@@ -90,7 +92,7 @@ class Recomputed:
 
     def __call__(self) -> Agreement:
         """Compute the agreement."""
-        return self.function(*self.tensors)
+        return _computed(self.function, self.tensors)
 
     def constant(self) -> Agreement:
         """Compute the agreement without gradients.
@@ -98,13 +100,19 @@ class Recomputed:
         Raises:
             ValueError: the function uses a tensor that needs a gradient, and that is not one of its arguments.
         """
-        agreement = self.function(*(x.detach() for x in self.tensors))
+        agreement = _computed(self.function, [x.detach() for x in self.tensors])
         if isinstance(agreement, Agreement) and any(isinstance(x, Tensor) and x.requires_grad for x in agreement):
             raise ValueError(
                 "the function of Recomputed uses a tensor that needs a gradient, but not as an argument: give the "
                 "tensor to Recomputed after the function"
             )
         return agreement
+
+
+def _computed(function: Callable[..., Agreement], tensors: Sequence[Tensor]) -> Agreement:
+    """Call a function without autocast, which would be off in the backward pass."""
+    with without_autocast(tensors[0].device) if tensors else nullcontext():
+        return function(*tensors)
 
 
 AnyAgreement = Agreement | Recomputed | None
@@ -235,7 +243,7 @@ def kernel_arguments(agreement: Agreement) -> tuple[Any, ...]:
 
 def kernel_tensors(function: Callable[..., Agreement], dtype: torch.dtype, *tensors: Tensor) -> list[Tensor | None]:
     """Return the tensors of an agreement ``function(*tensors)`` as arguments of the operators."""
-    return [None if x is None else x.to(dtype) for x in kernel_arguments(function(*tensors))[:4]]
+    return [None if x is None else x.to(dtype) for x in kernel_arguments(_computed(function, tensors))[:4]]
 
 
 def plain(agreement: Agreement) -> Agreement:

@@ -120,7 +120,7 @@ class Rule(nn.Module):
         """Return learned weights with which logits depend on the poses of the children: `Votes` explains them.
 
         The result is ``[K, C, J, R·Q + 1]``, for K transforms, C child types, J parent types and children with poses of
-        R×Q numbers; or None, the default, if logits depend only on the agreement.
+        R×Q numbers, including columns that `prepare` adds; or None, the default, if only the agreement counts.
         """
         return None
 

@@ -75,7 +75,8 @@ class Votes:
         backend: ``fused``: kernels that do not store votes and have no second-order gradients; ``reference``: PyTorch
             operations that store all votes; ``auto``: ``fused`` if the kernels can run, otherwise ``reference``.
         logit_weights: ``[K, C, J, R·Q + 1]``; None for 0. The numbers of a child's pose, row by row, times the first
-            R·Q weights, plus the last weight: this sum is added to every logit, also without an `Agreement`.
+            R·Q weights, plus the last weight: this sum is added to every logit, also without an `Agreement`. The
+            weights are finite; only the last one can be -∞.
 
     Raises:
         ValueError: ``pose`` or ``transform`` does not fit ``routing_map``; ``activation`` does not fit ``pose``, or,
@@ -178,15 +179,15 @@ class Votes:
         """Compute mass, mean and variance of the votes per parent.
 
         Arguments:
-            agreement: logits of the couplings, as an `Agreement` or a `Recomputed`; None for uniform couplings.
+            agreement: logits of the couplings, as an `Agreement` or a `Recomputed`; None for 0.
             variance: whether to compute the variance too. If False, the result is `Means`, and its computation is
                 faster.
             constant_couplings: treat the couplings as constants, so that the agreement gets no gradient.
 
         Raises:
             ValueError: ``agreement`` is none of these, an entry of it does not have the shape, the type or the range
-                that `Agreement` documents, or the function of a `Recomputed` uses a tensor that needs a gradient, and
-                that is not one of its arguments.
+                that `Agreement` documents, or the fused kernels would lose a gradient, because the function of a
+                `Recomputed` uses a tensor that is not one of its arguments.
         """
         self._last[:] = [(agreement, constant_couplings)]
         if self.fused:
@@ -206,7 +207,7 @@ class Votes:
         moments, which is faster than computing it from the result of `moments` with PyTorch.
 
         Arguments:
-            agreement: logits of the couplings; None for uniform couplings.
+            agreement: logits of the couplings; None for 0.
             floor: constant added to the variances, at least 0.
 
         Raises:
@@ -286,7 +287,7 @@ class Votes:
         gradient, all votes are stored, even with ``backend="fused"``.
 
         Arguments:
-            agreement: logits of the couplings; None for uniform couplings.
+            agreement: logits of the couplings; None for 0.
 
         Raises:
             ValueError: ``agreement`` is not as in `moments`.
