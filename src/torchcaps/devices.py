@@ -4,7 +4,7 @@ import atexit
 import math
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,14 +14,8 @@ from torchcaps.data import Splits
 from torchcaps.environment import check_variables, processes
 from torchcaps.errors import BadInput
 from torchcaps.recipe import Recipe
-from torchcaps.threads import Lock
+from torchcaps.threads import Shared
 
-_LOCK = Lock()
-"""Lock for changes of `_trainings` and `_settings`."""
-_trainings = 0
-"""Number of trainings that run now."""
-_settings = ExitStack()
-"""Restores the settings of PyTorch when it is closed."""
 SMALLER_BATCHES = "use smaller batches (--batch-size), or free memory"
 """Cure in an error message if the memory runs out."""
 
@@ -74,18 +68,8 @@ def reproducible() -> Iterator[None]:
     called ``torch.use_deterministic_algorithms(True)`` before. Uninitialised memory is not filled, although this is
     PyTorch's default with deterministic algorithms: filling takes time, and torchcaps never reads such memory.
     """
-    global _trainings
-    with _LOCK:
-        if not _trainings:
-            _settings.enter_context(_deterministic())
-        _trainings += 1
-    try:
+    with _SETTINGS():
         yield
-    finally:
-        with _LOCK:
-            _trainings -= 1
-            if not _trainings:
-                _settings.close()
 
 
 @contextmanager
@@ -115,6 +99,9 @@ def _deterministic() -> Iterator[None]:
         torch.backends.cudnn.benchmark = timing
         if compiling is not None:
             config.deterministic = compiling
+
+
+_SETTINGS = Shared(_deterministic)
 
 
 def _attention_algorithms() -> dict[Callable[[bool], None], bool]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torchcaps.classifier import Classifier
-from torchcaps.data.files import atomically, read_json
+from torchcaps.data.files import PART, atomically, read_json
 from torchcaps.decoder import has_optional_decoder
 from torchcaps.errors import BadInput, printable, unreadable
 from torchcaps.models.pretrained import CONFIG
@@ -64,7 +64,7 @@ RESIZED = {
     "crop": "resized and cropped to this size",
     "pad": "resized to fit and padded with black",
 }
-LEFTOVER = re.compile(r"(model\.safetensors|config\.json|README\.md)\.\d+(-[0-9a-f]+)?\.part")
+LEFTOVER = re.compile(rf"(model\.safetensors|config\.json|README\.md){PART}")
 """Names of temporary files that a killed `publish` may leave behind."""
 
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from torchcaps.checkpoints import load_best, load_last
 from torchcaps.data import Splits, difference, fingerprint
-from torchcaps.data.files import WITHOUT_LOCKS, atomically, read_json, write_json
+from torchcaps.data.files import PART, WITHOUT_LOCKS, atomically, read_json, write_json
 from torchcaps.data.fingerprint import SPLITS
 from torchcaps.environment import ENTRIES, changed_environment, environment
 from torchcaps.errors import BadInput, DataWarning, unreadable
@@ -31,7 +31,7 @@ LOCK = ".lock"
 MEASURED = ("train_loss", "validation_loss", "validation_accuracy_percent", "train_images_per_second", "seconds")
 """Columns of metrics.csv in runs of all versions."""
 DIGESTS = "image-digests.safetensors"
-LEFTOVER = re.compile(r"(.+\.(json|csv|ckpt|safetensors|png)\.\d+(-[0-9a-f]+)?\.part|\.writable-\d+)")
+LEFTOVER = re.compile(rf"(.+\.(json|csv|ckpt|safetensors|png){PART}|\.writable-\d+)")
 """Names of temporary files that a killed process may leave behind."""
 
 

@@ -3,10 +3,11 @@
 import os
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from threading import RLock, get_ident
+from typing import Any
 
 from torch import nn
 
@@ -32,16 +33,42 @@ class Lock:
             self._lock.release()
 
 
+class Shared:
+    """Context manager that all threads of the process share: the first thread enters it, and the last one leaves it.
+
+    Arguments:
+        make: function that creates the context manager.
+    """
+
+    def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._make, self._users, self._entered, self._lock = make, 0, ExitStack(), Lock()
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        with self._lock:
+            if not self._users:
+                self._entered.enter_context(self._make())
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users = max(0, self._users - 1)  # 0 already, if the process was forked inside the block
+                if not self._users:
+                    self._entered.close()
+
+    def forget(self) -> None:
+        """Leave the context in a process that was just forked, in which no other thread exists."""
+        self._users = 0
+        self._entered.close()
+
+
 _CHANGING = Lock()
-"""Lock for changes of all variables below, and of the modes of networks."""
+"""Lock for changes of the two lists below, and of the modes of networks."""
 _uses: list["_Use"] = []
 """Uses of networks inside `evaluating`, in the order in which they began."""
 _trainings: list[tuple[int, set[nn.Module]]] = []
 """Trainings that run now: the thread of each training, and the modules of its network."""
-_silent = 0
-"""Number of threads inside `without_warnings`."""
-_filters = ExitStack()
-"""Restores the filters of warnings when it is closed."""
 
 
 @dataclass(eq=False)
@@ -109,36 +136,27 @@ def _is_trained(module: nn.Module, thread: int) -> bool:
 
 
 @contextmanager
-def without_warnings() -> Iterator[None]:
+def _ignored_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+_SILENCE = Shared(_ignored_warnings)
+
+
+def without_warnings() -> AbstractContextManager[None]:
     """Ignore all warnings in the process, and restore the filters of warnings when the last thread has finished.
 
     `warnings.catch_warnings` is not enough: if several threads use it, they can leave the wrong filters behind.
     """
-    global _silent
-    if getattr(sys.flags, "context_aware_warnings", False):  # each thread has filters of its own
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-        return
-    with _CHANGING:
-        if not _silent:
-            _filters.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore")
-        _silent += 1
-    try:
-        yield
-    finally:
-        with _CHANGING:
-            _silent = max(0, _silent - 1)  # 0 already, if the process was forked inside the block
-            if not _silent:
-                _filters.close()
+    own_filters = getattr(sys.flags, "context_aware_warnings", False)  # each thread has filters of its own
+    return _ignored_warnings() if own_filters else _SILENCE()
 
 
 def _forget_other_threads() -> None:
     """Forget what other threads were doing when this process was forked."""
-    global _silent
-    _silent = 0
-    _filters.close()
+    _SILENCE.forget()
     _uses.clear()
     _trainings.clear()
 

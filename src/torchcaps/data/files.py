@@ -24,6 +24,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 WITHOUT_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 """Error numbers (errno) of a file system without locks."""
+PART = r"\.\d+(-[0-9a-f]+)?\.part"
+"""Pattern of the end of the names of temporary files of `atomically`. Earlier versions wrote no hexadecimal number."""
 
 
 def content_of(path: Path, header_bytes: int, promised: Callable[[bytes], int], md5: str | None = None) -> bytearray:

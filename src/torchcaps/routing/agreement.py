@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchcaps.checks import check_device, check_floating, described
 from torchcaps.kernels.gaussian import half_precision
-from torchcaps.routing.precision import without_autocast
+from torchcaps.routing.precision import in_dtype, without_autocast
 
 Competition = Literal["parents", "types"]
 COMPETITIONS: tuple[Competition, ...] = get_args(Competition)
@@ -243,7 +243,7 @@ def kernel_arguments(agreement: Agreement) -> tuple[Any, ...]:
 
 def kernel_tensors(function: Callable[..., Agreement], dtype: torch.dtype, *tensors: Tensor) -> list[Tensor | None]:
     """Return the tensors of an agreement ``function(*tensors)`` as arguments of the operators."""
-    return [None if x is None else x.to(dtype) for x in kernel_arguments(_computed(function, tensors))[:4]]
+    return [None if x is None else in_dtype(x, dtype) for x in kernel_arguments(_computed(function, tensors))[:4]]
 
 
 def plain(agreement: Agreement) -> Agreement:

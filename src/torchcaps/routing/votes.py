@@ -246,13 +246,7 @@ class Votes:
             pose, transform = pose.detach(), transform.detach()
             activation = None if activation is None else activation.detach()
         *agreement, variance_floor, inverse_temperature = kernel_arguments(parts)
-        moments: Callable[..., Any] = fused.direct_moments if direct else fused.moments
-        if direct and later is not None:
-            moments = partial(
-                fused.recomputed_moments, partial(kernel_tensors, later.function, self.dtype), later.tensors
-            )
-        return moments(
-            tokens,
+        arguments = (
             pose,
             activation,
             transform,
@@ -267,6 +261,10 @@ class Votes:
             constant_couplings,
             floor,
         )
+        if direct and later is not None:
+            again = partial(kernel_tensors, later.function, self.dtype)
+            return fused.recomputed_moments(again, later.tensors, tokens, *arguments)
+        return (fused.direct_moments if direct else fused.moments)(tokens, *arguments)
 
     def activation_sums(self) -> Float[Tensor, "B P"]:
         """For each parent site, sum the activations of its children. The mass of a parent is at most this sum."""
