@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,13 @@ import torch
 from safetensors.torch import load_file
 
 from conftest import COMMAND, ENVIRONMENT, SMALL_CAPSNET, TWO_PROCESSES, train
-from torchcaps import BadInput
+from torchcaps import BadInput, Routing, create_model
 from torchcaps.environment import LAUNCHER, check_variables, first_process, processes
+from torchcaps.recipe import Recipe
+from torchcaps.training import may_have_unused_parameters
+from torchcaps.training_module import TrainingModule
 
-MODELS = {
+SMALL = {
     "capsnet": {"convolution_channels": 4, "primary_types": 2, "class_pose_size": 4, "decoder": False},
     "matrix-capsnet": {"widths": [4, 2, 3, 3]},
     "pooled-capsnet": {"class_pose_size": 4},
@@ -67,7 +71,7 @@ if way != "alone":
 def gradients(folder: Path, way: str) -> dict[str, torch.Tensor]:
     (folder / "script.py").write_text(GRADIENTS)
     several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if way != "alone" else []
-    words = [sys.executable, *several, folder / "script.py", way, folder / f"{way}.pt", json.dumps(MODELS)]
+    words = [sys.executable, *several, folder / "script.py", way, folder / f"{way}.pt", json.dumps(SMALL)]
     done = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     return torch.load(folder / f"{way}.pt", weights_only=True)
@@ -78,7 +82,7 @@ def gradients(folder: Path, way: str) -> dict[str, torch.Tensor]:
 def test_two_processes_compute_the_same_gradients_as_one(way, tmp_path):
     alone, together = gradients(tmp_path, "alone"), gradients(tmp_path, way)
     assert alone.keys() == together.keys()
-    assert {name.partition(".")[0] for name in alone} == set(MODELS)
+    assert {name.partition(".")[0] for name in alone} == set(SMALL)
     for name, gradient in alone.items():
         torch.testing.assert_close(
             together[name], gradient, rtol=1e-3, atol=1e-6, msg=lambda text, at=name: f"{at}: {text}"
@@ -108,12 +112,38 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 
 @TWO_PROCESSES
 @pytest.mark.slow
-def test_a_decoder_without_reconstruction_loss_does_not_stop_two_processes(command, images, tmp_path):
-    settings = ("--set", "reconstruction_weight=0", "--epochs", 1, "--batch-size", 8, "--devices", 2)
+@pytest.mark.parametrize("weight", ["0", "0.0005"])
+def test_two_processes_train_with_and_without_reconstruction_loss(command, images, tmp_path, weight):
+    settings = ("--set", f"reconstruction_weight={weight}", "--epochs", 1, "--batch-size", 8, "--devices", 2)
     done = train(command, images, tmp_path / "run", *settings)
     assert done.returncode == 0, done.stderr
     assert "find_unused_parameters" not in done.stdout + done.stderr
     assert (tmp_path / "run" / "metrics.json").is_file()
+
+
+@pytest.mark.parametrize("routing", ["em", "attention"])
+@pytest.mark.parametrize("iterations", [1, 2])
+def test_processes_search_for_unused_parameters_only_if_there_may_be_some(routing, iterations):
+    rule = Routing(routing, iterations=iterations)
+    model = create_model("matrix-capsnet", image_shape=(1, 18, 18), num_classes=3, routing=rule, widths=[4, 2, 3, 3])
+    recipe = Recipe("own", "matrix-capsnet", "own-images", loss="cross_entropy")
+    images, labels = torch.rand(4, 1, 18, 18), torch.arange(4) % 3
+    module = TrainingModule(model, recipe, 3)
+    assert may_have_unused_parameters(module) == (routing == "attention")
+    assert all(part.training for part in model.modules())
+    module.loss_of(model(images, labels), images, labels, train=True).backward()
+    unused = [name for name, weights in model.named_parameters() if weights.grad is None]
+    assert bool(unused) == (routing == "attention")
+    assert may_have_unused_parameters(TrainingModule(model, replace(recipe, early_epochs=1, epochs=2), 3))
+    model.append = type("Own", (torch.nn.Identity,), {})()
+    assert may_have_unused_parameters(module)
+
+
+def test_the_decoder_is_unused_without_reconstruction_loss():
+    model = create_model("capsnet", image_shape=(1, 18, 18), num_classes=3, **{**SMALL["capsnet"], "decoder": True})
+    for weight in (0.0, 0.0005):
+        recipe = Recipe("own", "capsnet", "own-images", reconstruction_weight=weight)
+        assert may_have_unused_parameters(TrainingModule(model, recipe, 3)) == (weight == 0)
 
 
 def test_processes_and_machines_are_those_of_torchrun(monkeypatch):

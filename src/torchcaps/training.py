@@ -260,7 +260,7 @@ def _train(
     splits = data.splits
     between = len(splits.validation) + images_for_batch_norms(module.model, recipe, len(splits.train))
     log = EpochLog(folder / "metrics.csv", len(splits.train), on_epoch_end, between)
-    trainer = _trainer(recipe, folder, devices, log, "none" if trained else logger)  # it would log the test as step 0
+    trainer = _trainer(module, folder, devices, log, "none" if trained else logger)  # it would log the test as step 0
     if trained:
         data.trainer, kept = trainer, best_epoch(folder, recipe)
         load_saved(folder, module.model)
@@ -325,7 +325,25 @@ def _train(
     return metrics
 
 
-def _trainer(recipe: Recipe, folder: Path, devices: int, log: EpochLog, logger: str) -> lightning.Trainer:
+def may_have_unused_parameters(module: TrainingModule) -> bool:
+    """Return whether the loss of a batch may not depend on some parameters.
+
+    Networks of this package use the same parameters for all images, unless the number of routing iterations changes.
+    """
+    model = cast(Pretrained, module.model)
+    packages = {type(part).__module__.partition(".")[0] for part in model.modules()}
+    if module.recipe.early_epochs or packages - {"torch", "torchcaps"}:
+        return True
+    weights = [one for one in model.parameters() if one.requires_grad]
+    images = torch.zeros(1, *model.options["image_shape"], device=weights[0].device)
+    labels = torch.zeros(1, dtype=torch.long, device=images.device)
+    loss = module.loss_of(model.eval()(images, labels), images, labels, train=True)
+    model.train()
+    return any(gradient is None for gradient in torch.autograd.grad(loss, weights, allow_unused=True))
+
+
+def _trainer(module: TrainingModule, folder: Path, devices: int, log: EpochLog, logger: str) -> lightning.Trainer:
+    recipe = module.recipe
     same: dict[str, Any] = {"save_on_train_epoch_end": True, "enable_version_counter": False}
     callbacks: list[Callback] = [OwnHandler(), log, RunCheckpoint(str(folder), "last", **same)]
     if recipe.choose == "best":
@@ -335,13 +353,15 @@ def _trainer(recipe: Recipe, folder: Path, devices: int, log: EpochLog, logger: 
         callbacks.append(EarlyStopping(recipe))
     show_bar = is_terminal(sys.stdout)
     devices, nodes = processes(devices)
+    strategy = "auto"
+    if devices * nodes > 1:
+        strategy = "ddp_find_unused_parameters_true" if may_have_unused_parameters(module) else "ddp"
     return lightning.Trainer(
         max_epochs=recipe.epochs,
         accelerator="auto",
         devices=devices,
         num_nodes=nodes,
-        # A decoder without reconstruction loss has no gradients.
-        strategy="ddp_find_unused_parameters_true" if devices * nodes > 1 else "auto",
+        strategy=strategy,
         precision=PRECISIONS[recipe.precision],  # type: ignore[arg-type]
         logger=create_logger(logger, folder, recipe),
         callbacks=[*callbacks, ProgressBar()] if show_bar else callbacks,
