@@ -19,7 +19,7 @@ sanitize:
 	.venv-sanitize/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 	  -C cmake.define.TORCHCAPS_SANITIZE=ON -C build-dir=build/sanitize -e '.[dev]'
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
-	  .venv-sanitize/bin/python -m pytest tests/test_kernels.py tests/test_pose_logits.py
+	  .venv-sanitize/bin/python -m pytest tests/test_kernels.py tests/test_pose_logits.py tests/test_fused_rules.py
 
 # Tests the kernels compiled by Clang; needs clang and its OpenMP library (apt-get install clang libomp-dev).
 test-clang:

@@ -21,6 +21,12 @@ settings.register_profile("house", deadline=None, derandomize=True)  # the same 
 settings.register_profile("search", deadline=None)  # new examples in every run: --hypothesis-profile=search
 settings.load_profile("house")
 
+
+def examples(usual: int, search: int) -> int:
+    """Return the number of examples of a test in the usual profile and in the profile `search`."""
+    return usual if settings().derandomize else search
+
+
 COMMAND = [sys.executable, "-m", "torchcaps.cli"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 SMALL_CAPSNET = ["--set", "model.convolution_channels=8", "--set", "model.primary_types=2", "--precision", "float32"]

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from conftest import examples
 from idx_files import idx, refused
 from torchcaps.data import parse_idx, read_idx, uncompressed_md5
 from torchcaps.errors import BadInput
@@ -94,7 +95,7 @@ def mutate(content: bytes, kind: int, place: int, value: int) -> bytes:
 
 
 @given(st.binary(min_size=4, max_size=10))
-@settings(max_examples=3_000, deadline=None, database=None)
+@settings(max_examples=examples(3_000, search=10_000), deadline=None, database=None)
 def test_a_damaged_idx_file_raises_bad_input_or_gives_an_array(tmp_path_factory, chosen):
     path = tmp_path_factory.getbasetemp() / "damaged"
     content = SEEDS[chosen[0] % 4]

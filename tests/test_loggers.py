@@ -60,6 +60,17 @@ def test_a_logger_receives_the_test_accuracy_once_and_by_its_own_name(tmp_path):
     assert [float(value) for value in found] == [pytest.approx(accuracy, abs=1e-3)]
 
 
+def test_a_logger_receives_the_columns_of_metrics_csv(tmp_path):
+    fit(recipe_of(2), SPLITS, tmp_path / "run", logger="csv", on_epoch_end=lambda model: {"own": 0.25})
+    rows = read_rows(tmp_path / "run" / "metrics.csv")
+    with (tmp_path / "run" / "csv" / "version_0" / "metrics.csv").open(newline="") as stream:
+        table = list(csv.DictReader(stream))
+    for name in ("train_loss", "validation_loss", "validation_accuracy_percent", "learning_rate", "own"):
+        found = [float(row[name]) for row in table if row[name]]
+        assert found == pytest.approx([float(row[name]) for row in rows], abs=1e-4)
+        assert found[0] > 0
+
+
 @pytest.mark.skipif(find_spec("wandb") is None, reason="needs wandb")
 def test_wandb_logs_offline(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from conftest import examples
 from torchcaps import BadInput, Classifier, PooledCNN, Preprocessing
 from torchcaps.cli.common import splits_for
 from torchcaps.data import Images, camera_rotation, load_splits, parse_norb, read_norb
@@ -95,7 +96,7 @@ def test_a_truncated_gzip_is_refused(tmp_path):
         read_norb(path)
 
 
-@settings(max_examples=2_000, deadline=None, database=None)
+@settings(max_examples=examples(2_000, search=10_000), deadline=None, database=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 60), st.integers(0, 255)), min_size=5, max_size=5))
 def test_a_damaged_file_raises_bad_input_or_gives_an_array(chosen):
     sound = norb_bytes(np.arange(24, dtype=np.int32).reshape(2, 3, 4))

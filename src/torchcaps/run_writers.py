@@ -92,7 +92,7 @@ class EpochLog(Callback):
         path: path of metrics.csv.
         images: number of training images.
         measure: function that takes the model, in evaluation mode, and is called after every epoch. If the function
-            returns values, they are added to the row.
+            returns values, they are added to the row and given to the logger.
         evaluated: number of images on which the network runs between two epochs: the validation images, and the images
             for the statistics of BatchNorm. The time of this evaluation is estimated until the first epoch has ended.
     """
@@ -153,6 +153,7 @@ class EpochLog(Callback):
     def on_train_epoch_end(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
         if not trainer.is_global_zero:
             return
+        self.log("learning_rate", self.learning_rate, rank_zero_only=True)
         seen = trainer.callback_metrics
         row: dict[str, Any] = {
             "epoch": trainer.current_epoch + 1,
@@ -168,7 +169,9 @@ class EpochLog(Callback):
             model = cast(nn.Module, module.model)
             with evaluating(model):
                 measured = self.measure(model) or {}
-            row |= _checked_columns(measured, row)
+            columns = _checked_columns(measured, row)
+            self.log_dict({name: float(value) for name, value in columns.items()}, rank_zero_only=True)
+            row |= columns
         self.rows.append(row)
         self._write()
         left = float(row["seconds"]) * ((trainer.max_epochs or 0) - trainer.current_epoch - 1)

@@ -112,7 +112,7 @@ def fit(
         on_start: function that is called once before the first epoch, with the module and the number of epochs left.
             If it raises an error, nothing is written.
         on_epoch_end: function that takes the model, in evaluation mode, and is called after every epoch. If it returns
-            values, they are written to metrics.csv.
+            values, they are written to metrics.csv and given to the logger.
         module_class: subclass of `TrainingModule` that defines loss and metric by the methods `loss_and_scores` and
             `count`.
         logger: ``tensorboard``, ``csv``, ``wandb``, ``mlflow`` or ``none``; see `torchcaps.loggers.create_logger`.
