@@ -48,7 +48,7 @@ tables: .venv/dev
 bench: .venv/dev
 	for heap in warm plain; do for what in routing train; do \
 	  $(BIN)/torchcaps bench $$what --heap $$heap --out results/bench-$$what-$$heap.csv || exit 1; done; done
-	$(BIN)/torchcaps bench rules --out results/bench-rules-warm.csv
+	$(BIN)/torchcaps bench rules --out results/bench-rules-warm.csv --plot docs/rules.png
 	$(BIN)/torchcaps bench memory --out results/bench-memory.csv --plot docs/memory.png
 
 KERNELS := CMakeLists.txt $(wildcard src/torchcaps/kernels/cpu/*)

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from torchcaps.benchmarks import compare, peak_bytes, write_csv
+from torchcaps.benchmarks import compare, draw_times, peak_bytes, write_csv
 from torchcaps.benchmarks.devices import bench_devices
 from torchcaps.benchmarks.memory import GROWTH, WAYS, draw_growth
 from torchcaps.benchmarks.routing import Problem, bench_routing, check_agreement, dynamic_layer, em_stack
@@ -125,6 +125,12 @@ def test_the_plot_of_memory_is_written(tmp_path):
     ]
     draw_growth(rows, tmp_path / "growth.png")
     assert (tmp_path / "growth.png").stat().st_size > 1000
+
+
+def test_the_plot_of_times_is_written(tmp_path):
+    rows = [row for case in "ab" for row in compare(case, {"one": int, "two": int}, images=1, repeats=2)]
+    draw_times([row for row in rows if (row["case"], row["implementation"]) != ("b", "two")], tmp_path / "times.png")
+    assert (tmp_path / "times.png").stat().st_size > 1000
 
 
 def test_unknown_benchmarks_and_heaps_are_refused(refused):

@@ -134,7 +134,7 @@ def test_an_unknown_name_is_refused_with_the_nearest_known_name(refused):
     assert "did you mean 'attention'" in refused("train", "capsnet-mnist", "--set", "model.routing=atention")
     assert "--foo" in refused("train", "capsnet-mnist", "--foo")
     assert "--epochs" in refused("train", "capsnet-mnist", "--epochs", "ten")
-    assert "key=value" in refused("train", "capsnet-mnist", "--set", "epochs")
+    assert "SETTING=VALUE" in refused("train", "capsnet-mnist", "--set", "epochs")
     assert "mnist" in refused("train", "capsnet-mnist", "--data", "mnits")
     assert "did you mean 'mnist'" in refused("data", "fetch", "mnits")
 

@@ -46,11 +46,11 @@ class Answer(NamedTuple):
 
     Arguments:
         predicted_classes: for each image, the name of the class with the highest score.
-        scores: ``[N, K]`` for N images and K classes: activations in [0, 1], or logits if ``model.logits`` is True.
+        scores: ``[images, classes]``: activations in [0, 1], or logits if ``model.logits`` is True.
     """
 
     predicted_classes: list[str]
-    scores: Float[Tensor, "N K"]
+    scores: Float[Tensor, "images classes"]
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torchcaps.classifier import Classifier
+from torchcaps.data import DATASETS
 from torchcaps.data.files import PART, atomically, read_json
 from torchcaps.decoder import has_optional_decoder
 from torchcaps.errors import BadInput, printable, unreadable
@@ -43,7 +44,7 @@ print(classifier.predict("IMAGE").predicted_classes)
 
 ## Limits
 
-{started}The network was trained{only} on {data}, with images of {shape} (channels × height × width). Images of
+{started}The network was trained{only} on {data}{about}, with images of {shape} (channels × height × width). Images of
 other sizes are {resized}. Accuracy on other data has not been measured. Scores are not calibrated
 probabilities.{decoder}
 
@@ -136,6 +137,7 @@ def publish(run: Path, folder: Path) -> Path:
                 f" First import the module that adds the rule `{name}` to `torchcaps.ROUTINGS`." for name in own
             ),
             data=_escaped(recipe.data),
+            about=f" ({about.description.rstrip('.')})" if (about := DATASETS.get(recipe.data)) else "",
             only="" if recipe.pretrained else " only",
             started=f"The training started with weights from {recipe.pretrained}. " if recipe.pretrained else "",
             time=f"{seconds / 60:.0f} minutes" if seconds >= 90 else f"{seconds:.0f} seconds",

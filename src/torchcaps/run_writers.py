@@ -153,7 +153,7 @@ class EpochLog(Callback):
     def on_train_epoch_end(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
         if not trainer.is_global_zero:
             return
-        self.log("learning_rate", self.learning_rate, rank_zero_only=True)
+        module.log("learning_rate", self.learning_rate, rank_zero_only=True)
         seen = trainer.callback_metrics
         row: dict[str, Any] = {
             "epoch": trainer.current_epoch + 1,
@@ -170,7 +170,7 @@ class EpochLog(Callback):
             with evaluating(model):
                 measured = self.measure(model) or {}
             columns = _checked_columns(measured, row)
-            self.log_dict({name: float(value) for name, value in columns.items()}, rank_zero_only=True)
+            module.log_dict({name: float(value) for name, value in columns.items()}, rank_zero_only=True)
             row |= columns
         self.rows.append(row)
         self._write()

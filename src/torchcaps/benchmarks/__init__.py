@@ -7,17 +7,19 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from torchcaps.data.files import atomically
+from torchcaps.data.files import atomically, write_picture
 from torchcaps.environment import environment, is_terminal
 from torchcaps.errors import BadInput
+from torchcaps.pictures import STYLES
 from torchcaps.process_memory import peak_memory, release_free_memory, start_peak
 
-__all__ = ["DEVICE", "SCALE", "compare", "peak_bytes", "progress", "write_csv"]
+__all__ = ["DEVICE", "SCALE", "compare", "draw_times", "peak_bytes", "progress", "write_csv"]
 
 Way = Callable[[], object]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -73,6 +75,28 @@ def compare(
             }
         )
     return rows
+
+
+def draw_times(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draw the times of `compare`, relative to the first implementation, as bars to a PNG file."""
+    from matplotlib.figure import Figure
+
+    cases, names = (list(dict.fromkeys(row[key] for row in rows)) for key in ("case", "implementation"))
+    figure = Figure(figsize=(9, 1 + 0.5 * len(cases)), layout="constrained")
+    axes = figure.subplots()
+    height = 0.8 / len(names)
+    for place, (name, style) in enumerate(zip(names, cycle(STYLES), strict=False)):
+        own = {row["case"]: row["ratio"] for row in rows if row["implementation"] == name}
+        places = [cases.index(case) + place * height for case in own]
+        axes.barh(places, [*own.values()], height, align="edge", label=name, color=style["color"])
+        for y, ratio in zip(places, own.values(), strict=True):
+            axes.text(ratio, y + height / 2, f" {ratio:.1f}", va="center", fontsize=7)
+    axes.set_yticks([place + 0.4 for place in range(len(cases))], cases)
+    axes.set(xlabel=f"time / {names[0]}", ylim=(len(cases), -0.2))
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside upper center", ncols=len(names))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_picture(path, figure)
 
 
 def _wait_for_gpu() -> None:

@@ -120,7 +120,8 @@ def train(
         typer.Option("--dry-run", help="Only estimate memory and time. Missing data are still downloaded or rendered."),
     ] = False,
     settings: Annotated[
-        list[str] | None, typer.Option("--set", help="Change a setting, written as key=value; can be repeated.")
+        list[str] | None,
+        typer.Option("--set", help="Change a setting, written as SETTING=VALUE, such as shift=0; can be repeated."),
     ] = None,
 ) -> None:
     """Train the network of a recipe. At the end, evaluate the network once on the test images.
@@ -268,7 +269,9 @@ def bench(
             "FILE.partial."
         ),
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="PNG file to write (`bench memory` only).")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="PNG file to write: a picture of the results (not for `bench devices`).")
+    ] = None,
 ) -> None:
     """Measure the time and memory of several implementations of routing, and the time of training steps.
 
@@ -277,7 +280,7 @@ def bench(
     """
     import torch
 
-    from torchcaps.benchmarks import write_csv
+    from torchcaps.benchmarks import draw_times, write_csv
     from torchcaps.benchmarks.devices import bench_devices
     from torchcaps.benchmarks.memory import bench_memory, draw_growth
     from torchcaps.benchmarks.routing import bench_routing
@@ -305,8 +308,8 @@ def bench(
     for option, value in (("--repeats", repeats), ("--heap", heap)):
         if what == "memory" and value is not None:
             raise BadInput(f"{option} is {value}, but `bench memory` does not use it: leave out {option}")
-    if plot and what != "memory":
-        raise BadInput(f"--plot is {plot}, but only `bench memory` draws a picture: leave out --plot")
+    if plot and what == "devices":
+        raise BadInput(f"--plot is {plot}, but `bench devices` draws no picture: leave out --plot")
     if out and plot and out.resolve() == plot.resolve():
         raise BadInput(f"--out and --plot are both {plot}: give two files")
     for path, option, ending in ((out, "--out", ".csv"), (plot, "--plot", ".png")):
@@ -326,7 +329,7 @@ def bench(
     keys = [key for key in rows[0] if key not in same]
     print_table(keys, [[row[key] for key in keys] for row in rows], ", ".join(f"{k} {v}" for k, v in same.items()))
     if plot:
-        draw_growth(rows, plot)
+        (draw_growth if what == "memory" else draw_times)(rows, plot)
 
 
 @app.command()

@@ -94,10 +94,10 @@ def run_folder(text: str) -> Path:
 
 
 def setting(text: str) -> tuple[str, str]:
-    """Parse the value of `--set`, written as key=value."""
+    """Parse the value of `--set`, written as SETTING=VALUE."""
     key, equals, value = text.partition("=")
     if not equals or not key:
-        raise BadInput(f"--set must be key=value, such as --set shift=0; got {text}")
+        raise BadInput(f"--set must be SETTING=VALUE, such as --set shift=0; got {text}")
     return key, value
 
 

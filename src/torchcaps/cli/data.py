@@ -66,7 +66,7 @@ def data_show(
     out: Annotated[Path | None, typer.Option(help="PNG file to write; default: NAME.png.")] = None,
     columns: Annotated[int, typer.Option(help="Images per class.", min=1)] = 10,
     settings: Annotated[
-        list[str] | None, typer.Option("--set", help="Change a data option, written as data.key=value.")
+        list[str] | None, typer.Option("--set", help="Change a data option, written as data.OPTION=VALUE.")
     ] = None,
 ) -> None:
     """Draw some training images of each class in one picture."""

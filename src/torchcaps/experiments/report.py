@@ -227,12 +227,14 @@ def _highlights(entries: Sequence[Entry], results: Path) -> list[str]:
     rows = []
     for entry in entries:
         if "runs" in entry:
-            beside = f" (CNN: {_accuracy(entry['cnn_runs'], results)})" if "cnn_runs" in entry else ""
-            rows.append((entry["what"] + beside, entry.get("paper", "–"), _accuracy(entry["runs"], results)))
+            paper, ours = entry.get("paper"), _accuracy(entry["runs"], results)
+            cnn = _accuracy(entry["cnn_runs"], results) if "cnn_runs" in entry else None
         else:
             row = _row(entry, entry["row"], results)
-            rows.append((entry["what"], row.paper or "–", row.measured()))
-    return _lines(("test accuracy, %", "paper", "ours"), rows)
+            paper, ours = row.paper, row.measured()
+            cnn = _row(entry, entry["cnn"], results).measured() if "cnn" in entry else None
+        rows.append((entry["what"], paper or "–", ours, cnn or "–"))
+    return _lines(("test accuracy, %", "paper", "ours", "CNN (ours)"), rows)
 
 
 def _speed(entries: Sequence[Entry], results: Path) -> list[str]:
@@ -272,15 +274,19 @@ def _rows(path: Path) -> list[dict[str, str]]:
     return rows
 
 
+HEADINGS = {"10 % ms": "p10 ms", "90 % ms": "p90 ms", "ratio": "time / fused"}
+"""Headings of columns of the benchmark files in the tables."""
+
+
 def _benchmark(rows: Sequence[Mapping[str, str]]) -> list[str]:
     hidden = ("heap", "command", "seed", "torch", "commit", "processor", "threads", "gpu", "repeats", "peak GFLOP/s")
     shown = [key for key in rows[0] if key not in hidden]
     here = rows[0]
     cores = f"{here['gpu'] or here['processor']}, threads: {here['threads']}, torch {here['torch']}"
     return [
-        *_lines(shown, [[row[key] for key in shown] for row in rows]),
+        *_lines([HEADINGS.get(key, key) for key in shown], [[row[key] for key in shown] for row in rows]),
         "",
-        f"`{here['command']}`; {cores}; commit {here['commit']}.",
+        f"`{here['command']}`; {cores}; commit {here['commit'][:8]}.",
     ]
 
 

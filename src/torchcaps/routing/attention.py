@@ -36,7 +36,7 @@ class AttentionRouting(Rule):
             the order of two numbers, so almost no gradient reaches the votes.
         iterations: number of routing iterations, including the first, whose couplings are uniform; from 1 to 1,000.
         competition: ``parents``: softmax over all parents of a child; ``types``: softmax over the parent types at
-            each parent site, as in the authors' code.
+            each parent site, as in the code of Tsai et al. 2020.
 
     Raises:
         ValueError: ``pose_size`` is below 1 or equal to 2, ``iterations`` is not in [1, 1000], or ``competition`` is

@@ -81,7 +81,7 @@ def dynamic_routing(
     the autocast context.
 
     Arguments:
-        pose: ``[B, S, C, R, Q]``, poses of the children; see `torchcaps.capsules` for the dimension letters.
+        pose: ``[B, S, C, R, Q]``, poses of the children; the page Concepts explains the dimension letters.
         transform: ``[K, C, J, Q, N]``, the matrices that turn the pose of a child into votes.
         routing_map: the graph that connects child sites with parent sites.
         iterations: number of routing iterations, from 1 to 1,000. With 1, the couplings are uniform.

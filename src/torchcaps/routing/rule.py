@@ -170,7 +170,7 @@ class Rule(nn.Module):
         """Compute the parents of a layer.
 
         Arguments:
-            children: pose ``[B, S, C, R, Q]`` and activation ``[B, S, C]``; `torchcaps.capsules` explains the dimension
+            children: pose ``[B, S, C, R, Q]`` and activation ``[B, S, C]``; the page Concepts explains the dimension
                 letters.
             transform: ``[K, C, J, Q, N]``, the matrices that turn the pose of a child into votes.
             routing_map: the graph that connects child sites with parent sites.

@@ -59,7 +59,7 @@ class Votes:
     """Votes of children for parents along every edge of a routing map, ``V = pose · transform``.
 
     The fused kernels compute a vote each time it is needed, and do not store votes. If the kernels cannot run, PyTorch
-    operations compute and store all votes. `torchcaps.capsules` explains the dimension letters.
+    operations compute and store all votes. The page Concepts explains the dimension letters.
 
     Arguments:
         pose: ``[B, S, C, R, Q]``, poses of the children.
