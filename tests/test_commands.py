@@ -54,7 +54,7 @@ def test_the_meanings_of_settings_use_the_words_of_the_command_line(call):
 def test_the_list_of_settings_says_which_settings_have_no_effect():
     listed = {key: meaning for key, _, meaning in settings_of(create_recipe("matrix-capsnet-toys"))}
     idle = {key for key, meaning in listed.items() if "No effect" in meaning}
-    assert idle == {"brightness", "contrast", "decay_rate", "decay_steps", "early_iterations"}
+    assert idle == {"brightness", "contrast", "decay_rate", "decay_steps", "early_iterations", "model.size"}
     assert listed["contrast"].endswith("in [0, 1]. No effect with standardise=last.")
 
 
@@ -303,14 +303,19 @@ def test_an_error_names_the_option_or_setting_that_was_typed(refused, images, tm
     for typed, said in (
         (("--lr", 0), "error: --lr must be a finite number above 0; got 0.0"),
         (("--set", "learning_rate=0"), "error: learning_rate must be a finite number above 0; got 0.0"),
-        (("--set", "learning_rate=1", "--lr", -1), "error: --lr must be"),
+        (("--set", "learning_rate=1", "--lr", -1), "--set learning_rate=1 and --lr -1.0 change the same setting"),
+        (
+            ("--set", "epochs=3", "--epochs", 2),
+            "error: --set epochs=3 and --epochs 2 change the same setting: leave one out",
+        ),
+        (("--set", "batch_size=0", "--batch-size", 0), "error: --batch-size must be"),
         (("--set", "data.image_size=0"), "error: data.image_size must be"),
         (("--set", "routing.iterations=0"), "these options: routing.iterations must be an integer from 1 to 1,000"),
         (("--set", "model.image_size=3", "--set", "data.image_size=0"), "error: unknown setting 'model.image_size'"),
         (("--workers", -1), "error: --workers must be an integer of at least 0; got -1"),
     ):
         assert said in refused(*words, *typed)
-    toys = ("train", "matrix-capsnet-toys", "--dry-run", "--set", "data.size=7", "--set", "model.size=small")
+    toys = ("train", "matrix-capsnet-toys-paper", "--dry-run", "--set", "data.size=7", "--set", "model.size=small")
     assert "error: size must be 96 or a divisor of 48; got 7" in refused(*toys)
     (tmp_path / "logger").mkdir()
     (tmp_path / "logger" / "mine.txt").touch()

@@ -88,7 +88,7 @@ def test_columns_are_chosen_by_name(tmp_path):
     refused(
         lambda: load_image_table(table),
         "rename one column to label",
-        "or name it in the training with --set data.label_column=NAME",
+        "or train with --set data.label_column=NAME",
         known,
     )
     assert load_image_table(table, label_column="class")[0].class_names == ("0", "1")

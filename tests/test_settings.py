@@ -87,6 +87,10 @@ def test_the_order_of_settings_does_not_matter_and_another_loss_starts_with_its_
         ({"model": "capsnett"}, "did you mean 'capsnet'"),
         ({"lr": "1"}, "unknown setting 'lr'; did you mean 'learning_rate'"),
         ({"schedule": "cosine", "decay_rate": "0.5"}, "decay_rate is 0.5, which has no effect with schedule=cosine"),
+        (
+            {"model": "matrix-capsnet", "model.widths": "[4,2,3,3]", "model.size": "base"},
+            "model.size is base, which has no effect because model.widths is set",
+        ),
         ({"schedule": "cosine", "decay_steps": "50"}, "decay_steps is 50, which has no effect with schedule=cosine"),
         (
             {"standardise": "last", "reconstruction_weight": "0", "contrast": "0.5"},

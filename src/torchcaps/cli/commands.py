@@ -142,7 +142,10 @@ def train(
     changes = dict(setting(text) for text in settings or [])
     flags = {"data": data, "epochs": epochs, "batch_size": batch_size, "learning_rate": lr, "seed": seed}
     flags |= {"precision": precision, "pretrained": pretrained}
-    changes |= {key: str(value) for key, value in flags.items() if value is not None}
+    for key, value in flags.items():
+        if value is not None and changes.setdefault(key, str(value)) != str(value):
+            option = {"learning_rate": "--lr", "pretrained": "--from"}.get(key, f"--{key.replace('_', '-')}")
+            raise BadInput(f"--set {key}={changes[key]} and {option} {value} change the same setting: leave one out")
     keep_freed_memory()
     chosen = create_recipe(recipe, changes)
     if chosen.data == OWN_IMAGES and "data" not in changes:

@@ -352,8 +352,8 @@ def _column(
     fitting = [column for column in columns if column in usual]
     if len(fitting) != 1:
         raise BadInput(
-            f"the {option.replace('_', ' ')} of {name} is unknown: rename one column to {usual[0]}, or name it in the"
-            f" training with --set data.{option}=NAME; columns of the table: {known}"
+            f"the {option.replace('_', ' ')} of {name} is unknown: rename one column to {usual[0]}, or train with"
+            f" --set data.{option}=NAME (published weights do not keep this setting); columns of the table: {known}"
         )
     return fitting[0]
 

@@ -33,7 +33,7 @@ def check_image_shape(network: str, image_shape: Sequence[int], smallest: int) -
             )
         raise BadInput(
             f"images for {network} must be at least {smallest}×{smallest} pixels; got {height}×{width}: make them "
-            f"larger (with `torchcaps train`: --set data.image_size={smallest})"
+            f"larger (with `torchcaps train`: --set data.image_size={smallest}, or crop={smallest} if they are cropped)"
         )
     return channels, height, width
 

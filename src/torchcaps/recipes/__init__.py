@@ -175,8 +175,10 @@ def _without_effect(recipe: Recipe) -> dict[str, tuple[str, str]]:
     schedule, rate, early = recipe.schedule, recipe.decay_rate, recipe.early_epochs
     attribute = recipe.validation_attribute
     undone = recipe.standardise == "last" and not (recipe.rotation or recipe.squeeze or recipe.elastic or recipe.erase)
+    widths = recipe.model == "matrix-capsnet" and recipe.model_options.get("widths") is not None
     found: dict[str, tuple[str, str]] = {}
     for key, without_effect, reason, cure in (
+        ("model.size", widths, "because model.widths is set", "set model.widths=null too"),
         ("decay_rate", schedule == "cosine", "with schedule=cosine", "set schedule=exponential"),
         ("decay_steps", schedule == "cosine", "with schedule=cosine", "set schedule=exponential"),
         ("decay_steps", rate == 1, "with decay_rate=1", "set decay_rate below 1"),
@@ -199,7 +201,7 @@ def _check_effects(recipe: Recipe, given: Container[str]) -> None:
     """
     for key, (reason, cure) in _without_effect(recipe).items():
         if key in given:
-            raise BadInput(f"{key} is {getattr(recipe, key)}, which has no effect {reason}: leave it out, or {cure}")
+            raise BadInput(f"{key} is {recipe.by_name()[key]}, which has no effect {reason}: leave it out, or {cure}")
     if "warm_up_epochs" in given and recipe.warm_up_epochs > recipe.epochs:
         raise BadInput(
             f"warm_up_epochs is {recipe.warm_up_epochs}, which is more than the {recipe.epochs} epochs of the "
