@@ -2,8 +2,8 @@
 //
 // With equal couplings, each block of parents sums its own votes. Otherwise each child loops over its edges: vote,
 // logit, softmax, sums at the parents. Sums are centred on the agreement's centre or on some vote. If a variance would
-// lose too many digits by cancellation, or the sum of a small mass underflows, the moments of this block are recomputed
-// in log space, by a loop over the edges of the parents.
+// lose too many digits by cancellation, it is recomputed by a loop over the edges of the parents. If the sum of a small
+// mass underflows, all moments of this block are recomputed in log space.
 #pragma once
 
 #include "votes.hpp"
@@ -74,8 +74,8 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS, FORM> {
       if (!uniform_couplings && quadratic) centre = parents + at * agreement_size() + centre_at();
       const auto place = this->place(tile, at);
       Found found;
-      if (!from_sums(sums.recent + at * sums.size, centre, first_lanes(place.rows), most_moved, found))
-        found = recomputed(pose, activation, parents + at * agreement_size(), log_sums, at);
+      if (const Result result = from_sums(sums.recent + at * sums.size, centre, first_lanes(place.rows), most_moved, found); result != ACCURATE)
+        recompute(pose, activation, parents + at * agreement_size(), log_sums, at, result == SMALL_MASS, found);
       store_scalar(found.mass, out.mass, place);
       store_vector(found.mean, out.mean, place);
       store_scalar(found.largest, out.largest, place);
@@ -298,10 +298,11 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS, FORM> {
     }
   }
 
-  // Computes moments from sums around a centre (null: 0). Returns false if they would be inaccurate.
-  bool from_sums(const V* sum, const V* centre, V mask, T most_moved, Found& found) const {
+  // Computes moments from sums around a centre (null: 0), and returns whether they are accurate.
+  enum Result { ACCURATE, MOVED_FAR, SMALL_MASS };
+  Result from_sums(const V* sum, const V* centre, V mask, T most_moved, Found& found) const {
     const V mass = mask > 0 ? sum[0] : splat(T(1));  // lanes that are not in use must not trigger a recomputation
-    if (any(mass < T(10) * SMALL<T>)) return false;
+    if (any(mass < T(10) * SMALL<T>)) return SMALL_MASS;
     const V inverse = T(1) / mass;
     typename Lane<T>::bits lost{};
     found.mass = mass, found.largest = V{}, found.log_mass = logarithm(mass);
@@ -312,13 +313,14 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS, FORM> {
       found.variance[h] = larger<T>(sum[1 + numbers() + h] * inverse - moved, V{});
       lost |= mask * moved > most_moved * found.variance[h];
     }
-    return !any(lost);
+    return any(lost) ? MOVED_FAR : ACCURATE;
   }
 
-  // Recomputes the moments of a block of parents by a loop over their edges, with weights relative to the largest.
-  Found recomputed(const Child* pose, const Child* activation, const V* record, const Child* log_sums, int at) const {
+  // Recomputes moments of a block of parents by loops over their edges: the variances, around the known mean, or, if a
+  // mass is small, all moments, with weights relative to the largest.
+  void recompute(const Child* pose, const Child* activation, const V* record, const Child* log_sums, int at, bool small, Found& found) const {
     const int p = at / JB, block = at % JB;
-    V d[MOST], best_c = splat(lowest<T>), best_a{}, total{}, centre[MOST]{};
+    V d[MOST], best_c = splat(small ? lowest<T> : T(0)), best_a{}, total = small ? V{} : found.mass;
     const auto each_vote = [&](auto use) {
       for (int i = g.parent_begin[p]; i < g.parent_begin[p + 1]; ++i) {
         const int e = g.parent_edge[i], group = g.group_of(e);
@@ -335,41 +337,37 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS, FORM> {
     };
     // A sum of both logarithms would round log a away if log c is huge.
     const auto log_share = [&](V log_a, V log_c) { return (log_c - best_c) + (log_a - best_a); };
-    each_vote([&](auto off, V log_a, V log_c, const V* v) {
-      const auto better = (log_share(log_a, log_c) > T(0)) & ~off;
-      for (int h = 0; h < numbers(); ++h) centre[h] = better ? v[h] : centre[h];
-      best_c = better ? log_c : best_c, best_a = better ? log_a : best_a;
-    });
-    best_c = best_c == lowest<T> ? V{} : best_c;
-    Found found{};
-    V second[MOST]{};
-    each_vote([&](auto off, V log_a, V log_c, const V* v) {
-      const V w = off ? V{} : exponential(log_share(log_a, log_c));
-      total += w;
-      for (int h = 0; h < numbers(); ++h) found.mean[h] += off ? V{} : w * (v[h] - centre[h]);
-    });
-    const auto alive = ~(total <= T(0));
-    const V inverse = alive ? T(1) / (alive ? total : splat(T(1))) : V{};
-    for (int h = 0; h < numbers(); ++h) found.mean[h] = alive ? centre[h] + found.mean[h] * inverse : V{};
-    if (with_variance) {
+    if (small) {
+      V centre[MOST]{};
       each_vote([&](auto off, V log_a, V log_c, const V* v) {
-        const V w = off ? V{} : inverse * exponential(log_share(log_a, log_c));
-        for (int h = 0; h < numbers(); ++h) {
-          const V x = v[h] - found.mean[h], y = off ? V{} : w * x;
-          second[h] += y;
-          found.variance[h] += y * x;
-        }
+        const auto better = (log_share(log_a, log_c) > T(0)) & ~off;
+        for (int h = 0; h < numbers(); ++h) centre[h] = better ? v[h] : centre[h];
+        best_c = better ? log_c : best_c, best_a = better ? log_a : best_a;
       });
-      // Correct the mean by the remaining mean difference.
-      for (int h = 0; h < numbers(); ++h) {
-        found.variance[h] = alive ? larger<T>(found.variance[h] - second[h] * second[h], V{}) : V{};
-        found.mean[h] += second[h];
-      }
+      best_c = best_c == lowest<T> ? V{} : best_c;
+      found = Found{};
+      each_vote([&](auto off, V log_a, V log_c, const V* v) {
+        const V w = off ? V{} : exponential(log_share(log_a, log_c));
+        total += w;
+        for (int h = 0; h < numbers(); ++h) found.mean[h] += off ? V{} : w * (v[h] - centre[h]);
+      });
+      for (int h = 0; h < numbers(); ++h) found.mean[h] = total <= T(0) ? V{} : centre[h] + found.mean[h] / total;
+      const V root = exponential(T(0.5) * (best_c + best_a));  // its square may underflow although the mass does not
+      found.mass = product_below_normal(total * root, root);
+      found.largest = best_c, found.log_mass = total <= T(0) ? splat(-lowest<T>) : logarithm(total) + best_a;
     }
-    const V root = exponential(T(0.5) * (best_c + best_a));  // its square may underflow although the mass does not
-    found.mass = product_below_normal(total * root, root);
-    found.largest = best_c, found.log_mass = alive ? logarithm(total) + best_a : splat(-lowest<T>);
-    return found;
+    if (!with_variance) return;
+    const V inverse = total <= T(0) ? V{} : T(1) / total;
+    V first[MOST]{}, second[MOST]{};
+    each_vote([&](auto off, V log_a, V log_c, const V* v) {
+      const V w = off ? V{} : inverse * exponential(log_share(log_a, log_c));
+      for (int h = 0; h < numbers(); ++h) {
+        const V x = v[h] - found.mean[h], y = off ? V{} : w * x;
+        first[h] += y, second[h] += y * x;
+      }
+    });
+    // Correct the mean by the remaining mean difference.
+    for (int h = 0; h < numbers(); ++h) found.variance[h] = larger<T>(second[h] - first[h] * first[h], V{}), found.mean[h] += first[h];
   }
 };
 
