@@ -148,8 +148,7 @@ template <class T> void define(nb::module_& m, const char* dtype) {
   };
   define("moments", [](const Problem& g, const Addresses& given, const Addresses& agreement, const Addresses& x, const Numbers& numbers) {
     expect(agreement, 4), expect(x, 7);
-    const MomentsOut<T> out{at<T>(x, 0), at<T>(x, 1), at<T>(x, 2), at<T>(x, 3), at<T>(x, 4), at<T>(x, 5),
-                            at<T>(x, 6), T(numbers[0])};
+    const MomentsOut<T> out{at<T>(x, 0), at<T>(x, 1), at<T>(x, 2), at<T>(x, 3), at<T>(x, 4), at<T>(x, 5), at<T>(x, 6), T(numbers[0])};
     if (out.log_volume && !out.variance) throw std::invalid_argument("log_volume needs variance: request the variance too");
     kernels(T()).moments(g, children_at<T>(given), agreement_at<T>(agreement, 0, numbers), out);
   });

@@ -20,7 +20,8 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS, FORM> {
   using Weight = typename Base::Weight;
   using Base::g, Base::L, Base::MOST, Base::PLACES, Base::BLOCK, Base::rows, Base::inner, Base::columns, Base::numbers, Base::pose_size,
       Base::weights, Base::first_lanes, Base::uniform_coupling, Base::vote;
-  static constexpr bool linear = FORM & LINEAR, quadratic = FORM & QUADRATIC, with_variance = FORM & VARIANCE;
+  static constexpr bool linear = FORM & LINEAR, quadratic = FORM & QUADRATIC, with_variance = FORM & VARIANCE,
+                        of_numbers = linear || quadratic;  // whether the numbers of a vote contribute to the logit
   // Children of a group are processed together, as long as their votes take less than CACHE_BYTES.
   static constexpr int CACHE_BYTES = (Layout::by_type ? 80 : 40) * 1024, MOST_TOGETHER = 16, MOST_SAMPLES = 8;
 
@@ -129,15 +130,14 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS, FORM> {
   V logit_of_number(V d, const V* record, int h) const {
     if constexpr (linear && quadratic) return d * (record[linear_at() + h] - d * record[quadratic_at() + h]);
     else if constexpr (quadratic) return -(d * d * record[quadratic_at() + h]);
-    else if constexpr (linear) return d * record[linear_at() + h];
-    else return V{};
+    else return linear ? d * record[linear_at() + h] : V{};
   }
   // The difference d between a vote and the centre, and the logit, which is computed from d to avoid cancellation.
   V logit(const V* v, const V* record, V* d) const {
     V x = this->pose_logit(v);
     for (int h = 0; h < numbers(); ++h) {
       d[h] = quadratic ? v[h] - record[centre_at() + h] : v[h];
-      x += logit_of_number(d[h], record, h);
+      if (of_numbers) x += logit_of_number(d[h], record, h);
     }
     return record[constant_at()] + x;
   }

@@ -93,8 +93,7 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
             for (int c = 0; c < children; c += CHILDREN) {
               const int count = std::min(CHILDREN, children - c);
               logits_and_moments_grads(pose + (first + c) * pose_size(), count, record,
-                                  [&](int k) { return weights(g.edge_kernel[e], c0 + c + k, block); },
-                                  couplings + i, u + i, d + i * numbers());
+                                       [&](int k) { return weights(g.edge_kernel[e], c0 + c + k, block); }, couplings + i, u + i, d + i * numbers());
               i += count;
             }
           }
@@ -116,8 +115,7 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
         if (!wanted) continue;
         for (long at = 0; at < i; at += children)
           for (int c = 0; c < children; ++c)
-            u[at + c] = scaled(activation[first + c] / gradient_scale(activation[first + c]),
-                               u[at + c] - couplings[at + c] * gamma[c]);
+            u[at + c] = scaled(activation[first + c] / gradient_scale(activation[first + c]), u[at + c] - couplings[at + c] * gamma[c]);
         this->template add_up_of<quadratic>(group, children, d, u, sums);
       }
     }
@@ -211,8 +209,7 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
 
   // For `count` children, at most CHILDREN: logits, moments_grads Σ e (mean_grad + variance_grad e), and d.
   template <class Weights>
-  void logits_and_moments_grads(const Child* pose, int count, const V* record, Weights weights, V* logits, V* moments_grads,
-                           V* d) const {
+  void logits_and_moments_grads(const Child* pose, int count, const V* record, Weights weights, V* logits, V* moments_grads, V* d) const {
     V v[CHILDREN][PLACES], *distance[CHILDREN], logit[CHILDREN], moments_grad[CHILDREN]{};
     for (int k = 0; k < CHILDREN; ++k) {
       const int there = std::min(k, count - 1);
@@ -225,7 +222,7 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
       for (int k = 0; k < CHILDREN; ++k) {
         const V x = quadratic ? v[k][h] - centre : v[k][h], y = v[k][h] - mean;
         distance[k][h] = x;
-        logit[k] += this->logit_of_number(x, record, h);
+        if (Base::of_numbers) logit[k] += this->logit_of_number(x, record, h);
         moments_grad[k] += with_variance ? y * (mean_grad + variance_grad * y) : y * mean_grad;
       }
     }
@@ -282,7 +279,7 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
           moments_grad[i] += with_variance ? e * (mean_grad + variance_grad * e) : e * mean_grad;
           if (quadratic && next) next_logit[i] += this->logit_of_number(e, next, h);
         }
-        if (!pass.log_sums || pass.around_earlier_mean) continue;
+        if (!Base::of_numbers || !pass.log_sums || pass.around_earlier_mean) continue;
         const V centre = quadratic ? record[centre_at() + h] : V{};
         for (int i = 0; i < N; ++i) logit[i] += this->logit_of_number(v[i][h] - centre, record, h);
       }

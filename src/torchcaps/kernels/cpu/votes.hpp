@@ -144,7 +144,7 @@ template <class T, template <class> class LaneLayout, int ROWS, int INNER, int C
   int columns() const { return COLUMNS ? COLUMNS : g.N; }
   int numbers() const { return ROWS * COLUMNS ? ROWS * COLUMNS : H; }
   long pose_size() const { return long(rows()) * inner(); }
-  bool pose_logits() const { return FORM & POSE && g.pose_logits; }
+  bool pose_logits() const { return FORM == POSE || (FORM & POSE && g.pose_logits); }
   int depth() const { return FORM & POSE ? g.D : inner(); }
 
   const Weight* weights(int kernel, int c, int block) const {
@@ -167,7 +167,11 @@ template <class T, template <class> class LaneLayout, int ROWS, int INNER, int C
     vote_rows(pose, w, rows(), out);
     w += inner() * columns();
     V logit = pose_logits() ? V{} + w[pose_size()] : V{};
-    for (int i = 0; pose_logits() && i < pose_size(); ++i) logit += pose[i] * w[i];
+    for (int r = 0; pose_logits() && r < rows(); ++r, pose += inner(), w += inner()) {
+      V x{};  // the sum of a row does not wait for the sums of other rows
+      for (int q = 0; q < inner(); ++q) x += pose[q] * w[q];
+      logit += x;
+    }
     if (FORM & POSE) out[numbers()] = logit;
   }
   V pose_logit(const V* v) const { return FORM & POSE ? v[numbers()] : V{}; }
