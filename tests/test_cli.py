@@ -14,6 +14,7 @@ from PIL import Image
 
 from conftest import COMMAND, ENVIRONMENT, SMALL_CAPSNET
 from torchcaps import MODELS, Classifier
+from torchcaps.model_card import about
 from torchcaps.recipes import RECIPES
 from torchcaps.scores import MeanScores
 
@@ -298,3 +299,8 @@ def test_training_works_if_the_encoding_of_the_output_lacks_some_characters(vari
     done = subprocess.run([str(word) for word in words], capture_output=True, env=environment, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert b"test_accuracy_percent" in done.stdout
+
+
+def test_a_model_card_describes_a_named_dataset_but_no_folder_of_the_same_name(tmp_path):
+    assert about("mnist") == " (Handwritten digits, white on black, 10 classes)"
+    assert about(str(tmp_path / "mnist")) == about("photos") == ""

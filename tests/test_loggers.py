@@ -16,6 +16,7 @@ from torchcaps.loggers import check_logger, create_logger
 from torchcaps.recipes import create_recipe
 from torchcaps.run_folder import read_rows
 from torchcaps.training import fit
+from torchcaps.training_module import TrainingModule
 
 LABELS = torch.arange(40) % 2
 PIXELS = (100 * LABELS[:, None, None, None]).expand(-1, 1, 14, 14).to(torch.uint8).contiguous()
@@ -69,6 +70,22 @@ def test_a_logger_receives_the_columns_of_metrics_csv(tmp_path):
         found = [float(row[name]) for row in table if row[name]]
         assert found == pytest.approx([float(row[name]) for row in rows], abs=1e-4)
         assert found[0] > 0
+
+
+class OwnRate(TrainingModule):
+    def on_train_epoch_end(self):
+        self.log("learning_rate", 1.0)
+
+
+@pytest.mark.parametrize("name", ["validation_rank", "step", "a/dataloader_idx_0"])
+def test_values_of_on_epoch_end_change_neither_the_best_epoch_nor_the_steps_of_a_logger(name, tmp_path):
+    values = iter((0.9, 0.5))
+    usual = fit(recipe_of(2), SPLITS, tmp_path / "usual", logger="csv")
+    options = {"logger": "csv", "on_epoch_end": lambda model: {name: next(values)}, "module_class": OwnRate}
+    assert fit(recipe_of(2), SPLITS, tmp_path / "run", **options)["best_epoch"] == usual["best_epoch"] == 2
+    for run in ("usual", "run"):
+        rows = logged(tmp_path / run / "csv" / "version_0" / "metrics.csv")
+        assert [row["step"] for row in rows] == ["1", "3"]
 
 
 @pytest.mark.skipif(find_spec("wandb") is None, reason="needs wandb")

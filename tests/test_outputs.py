@@ -100,7 +100,7 @@ def test_a_file_that_a_command_reads_is_not_overwritten(refused, finished, image
 
 
 def test_plot_is_refused_for_a_benchmark_without_a_plot(refused, tmp_path):
-    assert "only `bench memory` draws a picture" in refused("bench", "rules", "--plot", tmp_path / "a.png")
+    assert "`bench devices` draws no picture" in refused("bench", "devices", "--plot", tmp_path / "a.png")
 
 
 @pytest.mark.parametrize(("option", "ending", "other"), [("--out", ".csv", "m.png"), ("--plot", ".png", "m.csv")])

@@ -135,6 +135,7 @@ def test_processes_search_for_unused_parameters_only_if_there_may_be_some(routin
     unused = [name for name, weights in model.named_parameters() if weights.grad is None]
     assert bool(unused) == (routing == "attention")
     assert may_have_unused_parameters(TrainingModule(model, replace(recipe, early_epochs=1, epochs=2), 3))
+    assert may_have_unused_parameters(type("OwnLoss", (TrainingModule,), {})(model, recipe, 3))
     model.append = type("Own", (torch.nn.Identity,), {})()
     assert may_have_unused_parameters(module)
 

@@ -137,7 +137,7 @@ def publish(run: Path, folder: Path) -> Path:
                 f" First import the module that adds the rule `{name}` to `torchcaps.ROUTINGS`." for name in own
             ),
             data=_escaped(recipe.data),
-            about=f" ({about.description.rstrip('.')})" if (about := DATASETS.get(recipe.data)) else "",
+            about=about(saved.recipe.data),
             only="" if recipe.pretrained else " only",
             started=f"The training started with weights from {recipe.pretrained}. " if recipe.pretrained else "",
             time=f"{seconds / 60:.0f} minutes" if seconds >= 90 else f"{seconds:.0f} seconds",
@@ -165,6 +165,13 @@ def publish(run: Path, folder: Path) -> Path:
 def _escaped(text: str) -> str:
     """Escape the characters that Markdown would not show as they are."""
     return re.sub(r"([\\`*<>\[\]|])", r"\\\1", printable(text))
+
+
+def about(data: str) -> str:
+    """Describe a named dataset, without the size of its images, which options and crops can change."""
+    if data not in DATASETS:
+        return ""
+    return f" ({re.sub(r', [0-9]+×.*', '', DATASETS[data].description).rstrip('.')})"
 
 
 def _shown(path: str) -> str:

@@ -153,7 +153,6 @@ class EpochLog(Callback):
     def on_train_epoch_end(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
         if not trainer.is_global_zero:
             return
-        module.log("learning_rate", self.learning_rate, rank_zero_only=True)
         seen = trainer.callback_metrics
         row: dict[str, Any] = {
             "epoch": trainer.current_epoch + 1,
@@ -165,13 +164,15 @@ class EpochLog(Callback):
             "train_images_per_second": f"{self.images / self.train_seconds:.2f}",
             "seconds": f"{time.perf_counter() - self.start:.2f}",
         }
+        logged = {"learning_rate": self.learning_rate}
         if self.measure is not None:
             model = cast(nn.Module, module.model)
             with evaluating(model):
                 measured = self.measure(model) or {}
-            columns = _checked_columns(measured, row)
-            module.log_dict({name: float(value) for name, value in columns.items()}, rank_zero_only=True)
-            row |= columns
+            row |= _checked_columns(measured, row)
+            logged |= {str(name): float(value) for name, value in measured.items()}
+        for logger in trainer.loggers:  # `module.log` would mix the names with those of the module, such as "step"
+            logger.log_metrics({**logged, "epoch": trainer.current_epoch}, step=trainer.global_step - 1)
         self.rows.append(row)
         self._write()
         left = float(row["seconds"]) * ((trainer.max_epochs or 0) - trainer.current_epoch - 1)

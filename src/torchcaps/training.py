@@ -332,7 +332,7 @@ def may_have_unused_parameters(module: TrainingModule) -> bool:
     """
     model = cast(Pretrained, module.model)
     packages = {type(part).__module__.partition(".")[0] for part in model.modules()}
-    if module.recipe.early_epochs or packages - {"torch", "torchcaps"}:
+    if type(module) is not TrainingModule or module.recipe.early_epochs or packages - {"torch", "torchcaps"}:
         return True
     weights = [one for one in model.parameters() if one.requires_grad]
     images = torch.zeros(1, *model.options["image_shape"], device=weights[0].device)

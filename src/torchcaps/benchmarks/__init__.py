@@ -82,7 +82,7 @@ def draw_times(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     from matplotlib.figure import Figure
 
     cases, names = (list(dict.fromkeys(row[key] for row in rows)) for key in ("case", "implementation"))
-    figure = Figure(figsize=(9, 1 + 0.5 * len(cases)), layout="constrained")
+    figure = Figure(figsize=(9, 1 + (0.1 + 0.13 * len(names)) * len(cases)), layout="constrained")
     axes = figure.subplots()
     height = 0.8 / len(names)
     for place, (name, style) in enumerate(zip(names, cycle(STYLES), strict=False)):
