@@ -80,8 +80,8 @@ def evaluate(
         preprocessing: conversion of the images to the model's input. By default, the preprocessing of the
             `Classifier`; for a model, the whole image with pixels in [0, 1].
         batch_size: images per batch. The result does not depend on it, except for rounding errors.
-        precision: ``bf16``, ``float32`` or ``auto``. ``auto`` uses bf16 if bf16 is faster than float32 on the
-            hardware, else float32.
+        precision: ``bf16``, ``float32`` or ``auto``. ``auto`` uses bf16 on hardware that computes convolutions
+            faster in bf16, else float32.
         loss: name of the loss of the training, for the calibration error (see `torchcaps.scores.probabilities`).
         workers: number of worker processes that read and decode images. The default is 0, or, for images on disk, the
             number of cores.

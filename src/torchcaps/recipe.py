@@ -108,9 +108,9 @@ class Recipe:
         choose: epoch whose weights are kept: ``best`` (the one with the best validation accuracy; of several, the one
             with the lowest validation loss) or ``last``.
         seed: random seed of the validation split, the initial weights, the image order and the augmentation.
-        precision: precision of the training: ``bf16``, ``float32`` or ``auto``. ``auto`` uses bf16 if bf16 is faster
-            than float32 on the hardware, else float32. On NVIDIA GPUs, PyTorch's default for float32 convolutions is
-            TF32, which rounds their inputs to about three decimal digits.
+        precision: precision of the training: ``bf16``, ``float32`` or ``auto``. ``auto`` uses bf16 on hardware
+            that computes convolutions faster in bf16, else float32. On NVIDIA GPUs, PyTorch's default for float32
+            convolutions is TF32, which rounds their inputs to about three decimal digits.
         compile: whether to compile the network with `torch.compile` for the training steps. Validation and test do not
             use the compiled network. On a GPU, the network is recorded as CUDA graphs. See
             `torchcaps.compilation.check_compiled`.
@@ -274,11 +274,11 @@ def batch_starts(images: int, batch_size: int) -> range:
 
 
 def resolve_precision(precision: Precision) -> Literal["bf16", "float32"]:
-    """Resolve ``auto`` to bf16 if bf16 is faster than float32 on the hardware, else to float32.
+    """Resolve ``auto`` to bf16 on hardware that computes convolutions faster in bf16, else to float32.
 
-    bf16 is faster on NVIDIA GPUs with native bf16, on CPUs with AMX, and on AMD CPUs with AVX512-BF16. On Intel CPUs
-    with AVX512-BF16 but without AMX, convolutions are slower in bf16, so ``auto`` is float32. The default dtype of
-    PyTorch is checked too.
+    Convolutions are faster in bf16 on NVIDIA GPUs with native bf16, on CPUs with AMX, and on AMD CPUs with AVX512-BF16.
+    On Intel CPUs with AVX512-BF16 but without AMX, they are slower in bf16, so ``auto`` is float32. The default dtype
+    of PyTorch is checked too.
 
     Arguments:
         precision: auto, bf16 or float32. Both bf16 and float32 are returned unchanged.

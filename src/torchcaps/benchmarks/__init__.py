@@ -90,7 +90,7 @@ def draw_times(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         places = [cases.index(case) + place * height for case in own]
         axes.barh(places, [*own.values()], height, align="edge", label=name, color=style["color"])
         for y, ratio in zip(places, own.values(), strict=True):
-            axes.text(ratio, y + height / 2, f" {ratio:.1f}", va="center", fontsize=7)
+            axes.text(ratio, y + height / 2, f" {ratio:.2g}", va="center", fontsize=7)
     axes.set_yticks([place + 0.4 for place in range(len(cases))], cases)
     axes.set(xlabel=f"time / {names[0]}", ylim=(len(cases), -0.2))
     axes.spines[["top", "right"]].set_visible(False)

@@ -87,8 +87,8 @@ def train(
     precision: Annotated[
         str | None,
         typer.Option(
-            help="bf16, float32, or auto: bf16 if it is faster than float32 on the hardware, else float32; default: "
-            "the recipe's."
+            help="bf16, float32, or auto: bf16 on hardware that computes convolutions faster in bf16, else float32; "
+            "default: the recipe's."
         ),
     ] = None,
     devices: Annotated[int, typer.Option(help="Number of processes (DistributedDataParallel).")] = 1,
