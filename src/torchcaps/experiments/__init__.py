@@ -172,7 +172,11 @@ EXPERIMENTS: dict[str, Experiment] = {
         standard=True,
     ),
     "em-mnist": Experiment(
-        em_mnist.mnist, "Matrix capsules on MNIST", "Hinton, Sabour & Frosst 2018, section 5", draws_seed_0=True
+        em_mnist.mnist,
+        "Matrix capsules on MNIST",
+        "Hinton, Sabour & Frosst 2018, section 5",
+        standard=True,
+        draws_seed_0=True,
     ),
     "em-cifar10": Experiment(
         em_mnist.cifar10, "Matrix capsules on CIFAR-10", "Hinton, Sabour & Frosst 2018, section 5", draws_seed_0=True
