@@ -52,18 +52,22 @@ def options(
 app.command()(recipes)
 
 
+TRAIN_OPTIONS = {
+    "data": "--data",
+    "epochs": "--epochs",
+    "batch_size": "--batch-size",
+    "learning_rate": "--lr",
+    "seed": "--seed",
+    "precision": "--precision",
+    "devices": "--devices",
+    "cache": "--cache",
+    "logger": "--logger",
+}
+"""Options of `torchcaps train` by the names that error messages use."""
+
+
 @app.command()
-@naming_options(
-    data="--data",
-    epochs="--epochs",
-    batch_size="--batch-size",
-    learning_rate="--lr",
-    seed="--seed",
-    precision="--precision",
-    devices="--devices",
-    cache="--cache",
-    logger="--logger",
-)
+@naming_options(**TRAIN_OPTIONS)
 def train(
     recipe: Annotated[str, typer.Argument(help="Name of a recipe; see `torchcaps recipes`.")],
     data: Annotated[
@@ -144,7 +148,7 @@ def train(
     flags |= {"precision": precision, "pretrained": pretrained}
     for key, value in flags.items():
         if value is not None and changes.setdefault(key, str(value)) != str(value):
-            option = {"learning_rate": "--lr", "pretrained": "--from"}.get(key, f"--{key.replace('_', '-')}")
+            option = TRAIN_OPTIONS.get(key, "--from")
             raise BadInput(f"--set {key}={changes[key]} and {option} {value} change the same setting: leave one out")
     keep_freed_memory()
     chosen = create_recipe(recipe, changes)
