@@ -115,25 +115,28 @@ class GenerativeRouting(Rule):
         ignore_all = found.mass * found.mean[..., -1, -1]
         for later in reversed(range(self.iterations - 1)):  # number of later iterations
             found = votes.moments(Recomputed(self._agreement, ignore_all, *found), variance=later > 0)
-        logit, pose, _, _ = self._parents(ignore_all, found.mass, found.mean)
-        return Capsules(pose, logit.sigmoid())
+        logit, centre, _, _ = self._parents(ignore_all, found.mass, found.mean)
+        return Capsules(centre[..., : -self._more(centre)], logit.sigmoid())
 
     def _parents(self, ignore_all: Tensor, mass: Tensor, mean: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the logits and poses of the parents, and the factors mass / (mass + floor) and 1 minus this factor."""
-        more = 2 if mean.shape[3] == 1 else 1
+        """Return logits, kept · mean, and the factors kept = mass / (mass + floor) and lost = 1 - kept."""
         total = mass + self.mass_floor
         kept, lost = (mass / total)[..., None, None], (self.mass_floor / total)[..., None, None]
         kept = torch.where(kept > 0.5, 1 - lost, kept)  # 1 - lost preserves the digits of the gradient near 1
-        return mass * mean[..., 0, -more] - ignore_all, kept * mean[..., :-more], kept, lost
+        return mass * mean[..., 0, -self._more(mean)] - ignore_all, kept * mean, kept, lost
+
+    @staticmethod
+    def _more(mean: Tensor) -> int:
+        """Return the number of columns with β in a mean vote."""
+        return 2 if mean.shape[3] == 1 else 1
 
     def _agreement(self, ignore_all: Tensor, mass: Tensor, mean: Tensor, variance: Tensor) -> Agreement:
         """Compute the agreement of the next iteration from the moments of the votes."""
-        logit, pose, kept, lost = self._parents(ignore_all, mass, mean)
-        columns, more = pose.shape[4], mean.shape[4] - pose.shape[4]
-        moved = kept * lost.square() * mean[..., :columns].square()
-        precision = (kept * variance[..., :columns] + moved + self.variance_floor).reciprocal()
-        return Agreement(
-            functional.logsigmoid(logit) + 0.5 * precision.log().sum(dim=(3, 4)),
-            quadratic=functional.pad(0.5 * precision, (0, more)),
-            centre=functional.pad(pose, (0, more)),
-        )
+        logit, centre, kept, lost = self._parents(ignore_all, mass, mean)
+        rows, columns, more = *mean.shape[3:], self._more(mean)
+        moved = lost * mean
+        floor = mean.new_full((rows, columns - more), self.variance_floor)
+        floor = functional.pad(floor, (0, more), value=torch.inf)  # the columns with β do not count in the logits
+        variance = kept * torch.addcmul(variance, moved, moved) + floor
+        log_volume = 0.5 * variance[..., :-more].log().sum(dim=(3, 4))
+        return Agreement(functional.logsigmoid(logit) - log_volume, centre=centre, variance=variance)
