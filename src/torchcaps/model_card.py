@@ -169,9 +169,7 @@ def _escaped(text: str) -> str:
 
 def about(data: str) -> str:
     """Describe a named dataset, without the size of its images, which options and crops can change."""
-    if data not in DATASETS:
-        return ""
-    return f" ({re.sub(r', [0-9]+×.*', '', DATASETS[data].description).rstrip('.')})"
+    return f" ({DATASETS[data].description})" if data in DATASETS else ""
 
 
 def _shown(path: str) -> str:

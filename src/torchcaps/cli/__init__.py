@@ -49,7 +49,6 @@ def main() -> None:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace" if stream is sys.stdout else "backslashreplace")
     warnings.filterwarnings("ignore", module=r"(lightning|torch|tensorboard|requests)(\.|$)")
-    warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
     warnings.filterwarnings("always", MISSING_GLYPH)
     warnings.filterwarnings("always" if first_process() else "ignore", category=DataWarning)
     nondeterministic = ".*(deterministic implementation|non-deterministic|not deterministic)"

