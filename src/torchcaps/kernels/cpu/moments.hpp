@@ -117,13 +117,11 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS, FORM> {
     const long turns = (g.C + most - 1) / most;
     return int((g.C + turns - 1) / turns);
   }
+  // The largest number of votes that visit_groups processes together, or more.
   long most_visited() const {
     long most = 1;
-    for (int group = 0; group < g.groups(); ++group) {
-      const int edges = g.group_end(group) - g.group_begin(group);
-      most = std::max(most, long(together(edges)) * edges * JB);
-    }
-    return most;
+    for (int group = 0; group < g.groups(); ++group) most = std::max<long>(most, (g.group_end(group) - g.group_begin(group)) * JB);
+    return std::max(most, std::min<long>(most * std::min(MOST_TOGETHER, g.C), CACHE_BYTES / ((H + 1) * long(sizeof(V)))));
   }
 
   // The contribution of one number of a vote, minus the centre, to the logit.

@@ -79,7 +79,7 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
     load_pass(tile, pass, parents);
     const auto sums = this->zero_sums(this->template sums_size_of<quadratic>(), arena);
     const long most = this->most_visited();
-    V *d = arena.take<V>(most * numbers()), *u = arena.take<V>(most), *couplings = arena.take<V>(most);
+    V *d = arena.zeros<V>(most * numbers()), *u = arena.take<V>(most), *couplings = arena.take<V>(most);
     const bool wanted = out.constant || out.linear || out.quadratic || out.centre;
     for (int group = 0; group < g.groups(); ++group) {
       const int begin = g.group_begin(group), end = g.group_end(group), step = together(end - begin);
@@ -221,8 +221,7 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
       const V mean_grad = record[mean_grad_at() + h], variance_grad = with_variance ? record[variance_grad_at() + h] : V{};
       for (int k = 0; k < CHILDREN; ++k) {
         const V x = quadratic ? v[k][h] - centre : v[k][h], y = v[k][h] - mean;
-        distance[k][h] = x;
-        if (Base::of_numbers) logit[k] += this->logit_of_number(x, record, h);
+        if (Base::of_numbers) distance[k][h] = x, logit[k] += this->logit_of_number(x, record, h);
         moments_grad[k] += with_variance ? y * (mean_grad + variance_grad * y) : y * mean_grad;
       }
     }
