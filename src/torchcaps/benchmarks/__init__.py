@@ -9,15 +9,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchcaps.data.files import atomically, write_picture
+from torchcaps.data.files import atomically
 from torchcaps.environment import environment, is_terminal
 from torchcaps.errors import BadInput
 from torchcaps.pictures import STYLES
 from torchcaps.process_memory import peak_memory, release_free_memory, start_peak
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["DEVICE", "SCALE", "compare", "draw_times", "peak_bytes", "progress", "write_csv"]
 
@@ -77,8 +80,8 @@ def compare(
     return rows
 
 
-def draw_times(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw the times of `compare`, relative to the first implementation, as bars to a PNG file."""
+def draw_times(rows: Sequence[Mapping[str, Any]]) -> "Figure":
+    """Draw the times of `compare`, relative to the first implementation, as bars."""
     from matplotlib.figure import Figure
 
     cases, names = (list(dict.fromkeys(row[key] for row in rows)) for key in ("case", "implementation"))
@@ -95,8 +98,7 @@ def draw_times(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     axes.set(xlabel=f"time / {names[0]}", ylim=(len(cases), -0.2))
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside upper center", ncols=len(names))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_picture(path, figure)
+    return figure
 
 
 def _wait_for_gpu() -> None:

@@ -2,14 +2,15 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import cycle
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchcaps.benchmarks import peak_bytes, progress
 from torchcaps.benchmarks.routing import both, em_stack
 from torchcaps.benchmarks.training import matrix_step
-from torchcaps.data.files import write_picture
 from torchcaps.pictures import STYLES
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 GROWTH: dict[str, list[tuple[int, dict[str, Any]]]] = {
     "batch": [(batch, {"batch": batch}) for batch in (8, 16, 32, 64)],
@@ -56,8 +57,8 @@ def bench_memory() -> Iterator[dict[str, Any]]:
     }
 
 
-def draw_growth(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw the peak memory to a PNG file, with one panel for each size that is varied."""
+def draw_growth(rows: Sequence[dict[str, Any]]) -> "Figure":
+    """Draw the peak memory, with one panel for each size that is varied."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 3.2), layout="constrained")
@@ -69,8 +70,7 @@ def draw_growth(rows: Sequence[dict[str, Any]], path: Path) -> None:
         axes.grid(alpha=0.3)
     figure.axes[0].set_ylabel("peak memory, MiB")
     figure.axes[0].legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_picture(path, figure)
+    return figure
 
 
 def _mib(count: int) -> float:

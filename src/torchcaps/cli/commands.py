@@ -294,6 +294,7 @@ def bench(
     from torchcaps.benchmarks.rules import rule_problems
     from torchcaps.benchmarks.training import bench_training
     from torchcaps.checks import check_choice
+    from torchcaps.data.files import write_picture
     from torchcaps.kernels import cpu_instruction_sets
 
     times, state = repeats or 10, heap or ("plain" if what == "memory" else "warm")
@@ -336,7 +337,8 @@ def bench(
     keys = [key for key in rows[0] if key not in same]
     print_table(keys, [[row[key] for key in keys] for row in rows], ", ".join(f"{k} {v}" for k, v in same.items()))
     if plot:
-        (draw_growth if what == "memory" else draw_times)(rows, plot)
+        plot.parent.mkdir(parents=True, exist_ok=True)
+        write_picture(plot, (draw_growth if what == "memory" else draw_times)(rows))
 
 
 @app.command()
