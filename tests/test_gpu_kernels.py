@@ -229,6 +229,15 @@ def test_a_child_whose_parents_are_all_excluded_equals_the_reference(device, non
         assert bool(found[0].isnan().any()) != none_of_the_above
 
 
+def test_equal_votes_have_no_variance(device):
+    one_child = RoutingMap(torch.tensor([[0, 0, 0], [1, 1, 0]], device=device), 2, 2, 1, (1, 2))
+    pose = (100 + torch.rand(33, 2, 1, 4, 4)).to(device)
+    activation = (0.01 + torch.rand(33, 2, 1)).to(device)
+    found = Fused(pose, activation, torch.eye(4, device=device).expand(1, 1, 3, 4, 4), one_child).moments()
+    torch.testing.assert_close(found.mean, pose.expand(33, 2, 3, 4, 4))
+    assert not found.variance.any()
+
+
 def test_gradients_through_a_variance_do_not_underflow(device):
     def rule(votes, agreement):
         _, mean, variance = votes.moments()

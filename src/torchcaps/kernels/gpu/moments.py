@@ -127,13 +127,16 @@ def _over_groups(groups, found, numbers, group_count, samples, unit, z: tl.const
     for group in range(group_count):
         scale = tl.exp(tl.load(tops + group * scalar_size + places.at) - top)
         weight = tl.load(masses + group * scalar_size + places.at) * scale
+        before = mass
         mass += weight
         portion = tl.where(weight == 0, 0.0, weight / tl.where(weight == 0, 1.0, mass))[:, :, None, None]
+        # A GPU rounds weight / mass: 1 - portion might not be 0 for the first group.
+        rest = tl.where(mass == 0, 0.0, before / tl.where(mass == 0, 1.0, mass))[:, :, None, None]
         delta = vectors(means + group * vector_size, places, z) - mean
         mean += portion * delta
         if variances is not None:
             found_variance = vectors(variances + group * vector_size, places, z)
-            variance += portion * (found_variance - variance + (1 - portion) * delta * delta)
+            variance += portion * (found_variance - variance + rest * delta * delta)
     log_mass = tl.where(mass == 0, float("inf"), tl.log(tl.where(mass == 0, 1.0, mass)))
     tl.store(mass_out + places.at, mass * tl.exp(top), program.is_vote)
     tl.store(largest_out + places.at, top, program.is_vote)
