@@ -138,7 +138,7 @@ def efficient_capsnet_mnist() -> Recipe:
         batch_size=64,
         validation_fraction=0.02,
         choose="last",
-        epochs=75,
+        epochs=30,
     )
 
 
