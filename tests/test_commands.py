@@ -308,10 +308,6 @@ def test_an_error_names_the_option_or_setting_that_was_typed(refused, images, tm
             ("--set", "epochs=3", "--epochs", 2),
             "error: --set epochs=3 and --epochs 2 change the same setting: leave one out",
         ),
-        (
-            ("--set", "epochs=3", "--set", "epochs=2"),
-            "error: --set epochs=3 and --set epochs=2 change the same setting: leave one out",
-        ),
         (("--set", "batch_size=0", "--batch-size", 0), "error: --batch-size must be"),
         (("--set", "data.image_size=0"), "error: data.image_size must be"),
         (("--set", "routing.iterations=0"), "these options: routing.iterations must be an integer from 1 to 1,000"),

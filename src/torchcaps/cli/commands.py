@@ -14,11 +14,11 @@ from torchcaps.cli.common import (
     DataDir,
     is_inside,
     naming_options,
-    parse_settings,
     print_classes,
     print_table,
     print_version,
     run_folder,
+    setting,
     writable,
     writable_file,
 )
@@ -143,7 +143,7 @@ def train(
     from torchcaps.run_folder import check_run, existing_run, finished
     from torchcaps.training import fit, new_module
 
-    changes = parse_settings(settings)
+    changes = dict(setting(text) for text in settings or [])
     flags = {"data": data, "epochs": epochs, "batch_size": batch_size, "learning_rate": lr, "seed": seed}
     flags |= {"precision": precision, "pretrained": pretrained}
     for key, value in flags.items():

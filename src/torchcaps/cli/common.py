@@ -93,16 +93,12 @@ def run_folder(text: str) -> Path:
     return Path(text)
 
 
-def parse_settings(texts: Iterable[str] | None) -> dict[str, str]:
-    """Parse the values of `--set`, each written as SETTING=VALUE."""
-    changes: dict[str, str] = {}
-    for text in texts or []:
-        key, equals, value = text.partition("=")
-        if not equals or not key:
-            raise BadInput(f"--set must be SETTING=VALUE, such as --set shift=0; got {text}")
-        if changes.setdefault(key, value) != value:
-            raise BadInput(f"--set {key}={changes[key]} and --set {text} change the same setting: leave one out")
-    return changes
+def setting(text: str) -> tuple[str, str]:
+    """Parse the value of `--set`, written as SETTING=VALUE."""
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise BadInput(f"--set must be SETTING=VALUE, such as --set shift=0; got {text}")
+    return key, value
 
 
 def naming_options(**options: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

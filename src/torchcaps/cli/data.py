@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from torchcaps.cli.common import DataDir, is_inside, naming_options, parse_settings, print_table, writable_file
+from torchcaps.cli.common import DataDir, is_inside, naming_options, print_table, setting, writable_file
 from torchcaps.errors import BadInput, nearest, printable
 
 Dataset = Annotated[str, typer.Argument(help="Name of a dataset; see `torchcaps data list`.")]
@@ -76,7 +76,7 @@ def data_show(
     from torchcaps.data.image_table import is_table
     from torchcaps.recipes import create_recipe
 
-    changes = parse_settings(settings)
+    changes = dict(setting(text) for text in settings or [])
     for key in changes:
         if not key.startswith("data."):
             raise BadInput(f"--set must be an option of the data, such as --set data.KEY=VALUE; got {key}")
