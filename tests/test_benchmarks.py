@@ -13,6 +13,7 @@ from torchcaps.benchmarks.devices import bench_devices
 from torchcaps.benchmarks.memory import GROWTH, WAYS, draw_growth
 from torchcaps.benchmarks.routing import Problem, bench_routing, check_agreement, dynamic_layer, em_stack
 from torchcaps.benchmarks.rules import MATERIALISED, rule_stack
+from torchcaps.data.files import write_picture
 from torchcaps.environment import environment
 from torchcaps.errors import BadInput
 
@@ -116,22 +117,28 @@ def test_the_table_and_the_plot_need_two_files(refused, tmp_path):
     assert f"--out and --plot are both {file}: give two files" in same
 
 
-def test_the_plot_of_memory_has_a_panel_for_each_size_and_a_line_for_each_implementation():
+def test_the_plot_of_memory_has_a_panel_for_each_size_and_a_line_for_each_implementation(tmp_path):
     rows = [
         {"case": what, "value": value, "implementation": way, "peak MiB": 1.0 + value}
         for what, points in GROWTH.items()
         for value, _ in points
         for way in WAYS
     ]
-    panels = draw_growth(rows).axes
+    figure = draw_growth(rows)
+    write_picture(tmp_path / "growth.png", figure)
+    assert (tmp_path / "growth.png").stat().st_size > 1000
+    panels = figure.axes
     assert [panel.get_xlabel() for panel in panels] == list(GROWTH)
     assert all([line.get_label() for line in panel.lines] == list(WAYS) for panel in panels)
 
 
-def test_the_plot_of_times_has_a_bar_and_a_ratio_for_each_row():
+def test_the_plot_of_times_has_a_bar_and_a_ratio_for_each_row(tmp_path):
     rows = [row for case in "ab" for row in compare(case, {"one": int, "two": int}, images=1, repeats=2)]
     rows = [row for row in rows if (row["case"], row["implementation"]) != ("b", "two")]
-    (axes,) = draw_times(rows).axes
+    figure = draw_times(rows)
+    write_picture(tmp_path / "times.png", figure)
+    assert (tmp_path / "times.png").stat().st_size > 1000
+    (axes,) = figure.axes
     bars = {(bars.get_label(), round(bar.get_y(), 1)): bar.get_width() for bars in axes.containers for bar in bars}
     assert bars == {("one", 0): 1, ("two", 0.4): rows[1]["ratio"], ("one", 1): 1}
     assert sorted(text.get_text() for text in axes.texts) == sorted(f" {ratio:.2g}" for ratio in bars.values())

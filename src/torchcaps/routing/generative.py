@@ -116,27 +116,27 @@ class GenerativeRouting(Rule):
         for later in reversed(range(self.iterations - 1)):  # number of later iterations
             found = votes.moments(Recomputed(self._agreement, ignore_all, *found), variance=later > 0)
         logit, centre, _, _ = self._parents(ignore_all, found.mass, found.mean)
-        return Capsules(centre[..., : -self._more(centre)], logit.sigmoid())
+        return Capsules(centre[..., : -self._beta_columns(centre)], logit.sigmoid())
 
     def _parents(self, ignore_all: Tensor, mass: Tensor, mean: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return logits, kept · mean, and the factors kept = mass / (mass + floor) and lost = 1 - kept."""
         total = mass + self.mass_floor
         kept, lost = (mass / total)[..., None, None], (self.mass_floor / total)[..., None, None]
         kept = torch.where(kept > 0.5, 1 - lost, kept)  # 1 - lost preserves the digits of the gradient near 1
-        return mass * mean[..., 0, -self._more(mean)] - ignore_all, kept * mean, kept, lost
+        return mass * mean[..., 0, -self._beta_columns(mean)] - ignore_all, kept * mean, kept, lost
 
     @staticmethod
-    def _more(mean: Tensor) -> int:
+    def _beta_columns(mean: Tensor) -> int:
         """Return the number of columns with β in a mean vote."""
         return 2 if mean.shape[3] == 1 else 1
 
     def _agreement(self, ignore_all: Tensor, mass: Tensor, mean: Tensor, variance: Tensor) -> Agreement:
         """Compute the agreement of the next iteration from the moments of the votes."""
         logit, centre, kept, lost = self._parents(ignore_all, mass, mean)
-        rows, columns, more = *mean.shape[3:], self._more(mean)
+        rows, columns, betas = *mean.shape[3:], self._beta_columns(mean)
         moved = lost * mean
-        floor = mean.new_full((rows, columns - more), self.variance_floor)
-        floor = functional.pad(floor, (0, more), value=torch.inf)  # the columns with β do not count in the logits
+        floor = mean.new_full((rows, columns - betas), self.variance_floor)
+        floor = functional.pad(floor, (0, betas), value=torch.inf)  # the columns with β do not count in the logits
         variance = kept * torch.addcmul(variance, moved, moved) + floor
-        log_volume = 0.5 * variance[..., :-more].log().sum(dim=(3, 4))
+        log_volume = 0.5 * variance[..., :-betas].log().sum(dim=(3, 4))
         return Agreement(functional.logsigmoid(logit) - log_volume, centre=centre, variance=variance)

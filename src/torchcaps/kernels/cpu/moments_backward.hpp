@@ -79,7 +79,8 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
     load_pass(tile, pass, parents);
     const auto sums = this->zero_sums(this->template sums_size_of<quadratic>(), arena);
     const long most = this->most_visited();
-    V *d = arena.zeros<V>(most * numbers()), *u = arena.take<V>(most), *couplings = arena.take<V>(most);
+    V* d = Base::of_numbers ? arena.take<V>(most * numbers()) : arena.zeros<V>(most * numbers());  // set only if it counts in the logits
+    V *u = arena.take<V>(most), *couplings = arena.take<V>(most);
     const bool wanted = out.constant || out.linear || out.quadratic || out.centre;
     for (int group = 0; group < g.groups(); ++group) {
       const int begin = g.group_begin(group), end = g.group_end(group), step = together(end - begin);
