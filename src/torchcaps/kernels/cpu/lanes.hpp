@@ -1,6 +1,6 @@
-// SIMD lanes as GCC/Clang vectors, with the width that this translation unit is compiled for (TORCHCAPS_BYTES). Each
-// instruction set has its own namespace. Otherwise the linker could merge functions of different instruction sets, and
-// the merged function could use instructions that a processor does not have.
+// SIMD lanes as GCC/Clang vectors. Their width TORCHCAPS_BYTES and the number of vector registers TORCHCAPS_REGISTERS are
+// those of the instruction set that this translation unit is compiled for. Each instruction set has its own namespace.
+// Otherwise the linker could merge functions, and a merged function could use instructions that a processor lacks.
 #pragma once
 
 #include <algorithm>

@@ -66,8 +66,8 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS, FORM> {
       visit_groups(pose, activation, parents, log_sums, arena, [&](int group, int, int children, const V* d, const V* w) {
         this->template add_up_of<with_variance>(group, children, d, w, sums);
       });
-      this->add_earlier(sums);
     }
+    this->add_earlier(sums);
     // If the squared distance between mean and centre is this many times the variance, the variance loses its digits.
     const T most_moved = !uniform_couplings || out.variance ? T(30) : -lowest<T>;
     for (int at = 0; at < PB; ++at) {
@@ -159,18 +159,17 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS, FORM> {
         const long child = long(s) * g.C + c0;
         V largest[MOST_TOGETHER];
         std::fill_n(largest, MOST_TOGETHER, splat(g.none_of_the_above ? T(0) : std::numeric_limits<T>::lowest()));
-        long i = 0;
         for (int e = begin; e < end; ++e)
-          for (int block = 0; block < JB; ++block) {
-            const V* record = parents + (long(g.edge_parent[e]) * JB + block) * agreement_size();
-            for (int c = 0; c < children; ++c, ++i) {
+          for (int c = 0; c < children; ++c)
+            for (int block = 0; block < JB; ++block) {
+              const V* record = parents + (long(g.edge_parent[e]) * JB + block) * agreement_size();
+              const long i = (long(e - begin) * JB + block) * children + c;
               V v[PLACES];
               vote(pose + (child + c) * pose_size(), weights(g.edge_kernel[e], c0 + c, block), v);
               w[i] = logit(v, record, d + i * numbers());
               largest[c] = larger<T>(w[i], largest[c]);
             }
-          }
-        softmax(children, i, largest, activation + child, w, log_sums + long(group) * g.C + c0);
+        softmax(children, long(end - begin) * JB * children, largest, activation + child, w, log_sums + long(group) * g.C + c0);
         use(group, c0, children, d, w);
       }
     }
@@ -202,27 +201,27 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS, FORM> {
 
   // Adds Σ w, Σ w d and, with SECOND, Σ w d² of several children of a group to the sums of their parents.
   template <bool SECOND> void add_up_of(int group, int children, const V* d, const V* w, const typename Base::Sums& sums) const {
+    constexpr int STEP = SECOND ? std::min(BLOCK, TORCHCAPS_REGISTERS / 4) : BLOCK;
     for (int e = g.group_begin(group); e < g.group_end(group); ++e) {
       for (int block = 0; block < JB; ++block, d += children * numbers(), w += children) {
         V *mass = sums.recent + (long(g.edge_parent[e]) * JB + block) * sums.size, *first = mass + 1, *second = first + numbers();
         *mass = std::accumulate(w, w + children, *mass);
-        for (int h = 0; h < numbers(); h += BLOCK) {
-          V one[BLOCK], two[BLOCK];
-          for (int i = 0; i < BLOCK; ++i) one[i] = first[h + i], two[i] = SECOND ? second[h + i] : V{};
+        for (int h = 0; h < numbers(); h += STEP) {
+          V one[STEP], two[STEP];
+          for (int i = 0; i < STEP; ++i) one[i] = first[h + i], two[i] = SECOND ? second[h + i] : V{};
           for (int c = 0; c < children; ++c) {
             const V* dc = d + long(c) * numbers() + h;
-            for (int i = 0; i < BLOCK; ++i) one[i] += w[c] * dc[i], two[i] += w[c] * dc[i] * dc[i];
+            for (int i = 0; i < STEP; ++i) one[i] += w[c] * dc[i], two[i] += w[c] * dc[i] * dc[i];
           }
-          for (int i = 0; i < BLOCK; ++i) first[h + i] = one[i];
-          for (int i = 0; SECOND && i < BLOCK; ++i) second[h + i] = two[i];
+          for (int i = 0; i < STEP; ++i) first[h + i] = one[i];
+          for (int i = 0; SECOND && i < STEP; ++i) second[h + i] = two[i];
         }
       }
       this->count_votes(sums, g.edge_parent[e], children);
     }
   }
 
-  // The sums with equal couplings. With variances, they are centred on the mean of some votes of a parent. A few
-  // transforms at a time are applied for all parents, so that they stay in the L1 cache.
+  // The sums with equal couplings. With variances, they are centred on the mean of some votes of a parent.
   void sum_uniform(const Child* pose, const Child* activation, const typename Base::Sums& sums, V* centres, bool centred, Arena& arena) const {
     auto site_sums = arena.zeros<Compensated<Child>>(g.S);  // the mean is sensitive to rounding of the mass
     for (long child = 0; child < children(); ++child) site_sums[child / g.C].add(activation[child]);
@@ -238,17 +237,21 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS, FORM> {
         if (with_variance) mean_of_some_votes(pose, activation, p, block, centred ? MOST_SAMPLES : 0, centres + at * numbers());
       }
     }
-    const int types = std::min(g.C, Base::MOST_SUMMANDS);
+    // A few transforms at a time are applied for all parents, so that they stay in the L1 cache. Transforms that are used
+    // only once are read in their order in memory.
+    const int types = g.own_transforms ? 1 : std::min(g.C, Base::MOST_SUMMANDS), parents = g.own_transforms ? 1 : g.P;
     const long bytes = long(types) * inner() * columns() * long(sizeof(Weight));
-    const int step = int(std::max(1L, std::min<long>(CACHE_BYTES / bytes, Base::MOST_SUMMANDS / types)));
-    for (long i = 0, turns = (g.C + types - 1) / types; i < JB * turns; ++i)
+    const int step = g.own_transforms ? 1 : int(std::max(1L, std::min<long>(CACHE_BYTES / bytes, Base::MOST_SUMMANDS / types)));
+    for (int p0 = 0; p0 < g.P; p0 += parents)
       for (int from = 0; from < g.most_edges; from += step)
-        for (int p = 0; p < g.P; ++p) {
-          const int block = int(i / turns), c0 = int(i % turns) * types;
-          const long at = long(p) * JB + block;
-          add_uniform(pose, activation, g.parent_begin[p] + from, std::min(g.parent_begin[p] + from + step, g.parent_begin[p + 1]),
-                     c0, std::min(c0 + types, g.C), block, sums.recent + at * sums.size, centres + at * numbers());
-        }
+        for (int c0 = 0; c0 < g.C; c0 += types)
+          for (int block = 0; block < JB; ++block)
+            for (int p = p0; p < p0 + parents; ++p) {
+              const int first = g.parent_begin[p] + from, end = std::min(first + step, g.parent_begin[p + 1]), c1 = std::min(c0 + types, g.C);
+              const long at = long(p) * JB + block;
+              add_uniform(pose, activation, first, end, c0, c1, block, sums.recent + at * sums.size, centres + at * numbers());
+              if (block + 1 == JB) this->count_votes(sums, p, step * (c1 - c0));
+            }
   }
 
   // Votes at regular intervals, because neighbouring votes may be unlike all others.
@@ -269,7 +272,7 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS, FORM> {
   }
 
   void add_uniform(const Child* pose, const Child* activation, int from, int to, int c0, int c1, int block, V* sum, const V* centres) const {
-    constexpr int TOGETHER = ROWS % 2 == 0 && COLUMNS ? 2 : 0;  // rows whose sums stay in registers
+    constexpr int TOGETHER = !COLUMNS ? 0 : ROWS % 2 == 0 && TORCHCAPS_REGISTERS == 32 ? 2 : 1;  // rows whose sums stay in registers
     constexpr int NUMBERS = TOGETHER ? TOGETHER * COLUMNS : MOST;
     const int step = TOGETHER ? TOGETHER : rows(), count = step * columns();
     for (int r = 0; r < rows(); r += step) {

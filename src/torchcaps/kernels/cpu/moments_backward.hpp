@@ -87,19 +87,16 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
       for (int c0 = 0; c0 < g.C; c0 += step) {
         const int children = std::min(step, g.C - c0);
         const long first = long(g.group_site(group)) * g.C + c0, softmax = long(group) * g.C + c0;
-        long i = 0;
         for (int e = begin; e < end; ++e)
-          for (int block = 0; block < JB; ++block) {
-            const V* record = parents + (long(g.edge_parent[e]) * JB + block) * record_size();
-            for (int c = 0; c < children; c += CHILDREN) {
-              const int count = std::min(CHILDREN, children - c);
-              logits_and_moments_grads(pose + (first + c) * pose_size(), count, record,
+          for (int c = 0; c < children; c += CHILDREN)
+            for (int block = 0; block < JB; ++block) {
+              const V* record = parents + (long(g.edge_parent[e]) * JB + block) * record_size();
+              const long i = (long(e - begin) * JB + block) * children + c;
+              logits_and_moments_grads(pose + (first + c) * pose_size(), std::min(CHILDREN, children - c), record,
                                        [&](int k) { return weights(g.edge_kernel[e], c0 + c + k, block); }, couplings + i, u + i, d + i * numbers());
-              i += count;
             }
-          }
         V total[MOST_TOGETHER]{};
-        i = 0;
+        long i = 0;
         for (int e = begin; e < end; ++e)
           for (int block = 0; block < JB; ++block) {
             const V* record = parents + (long(g.edge_parent[e]) * JB + block) * record_size();
@@ -159,8 +156,8 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
     auto factors = reinterpret_cast<Factors*>(arena.take<V>(pass_count * long(sizeof(Factors) / sizeof(V))));
     for (int e = begin; e < end; ++e) {
       const T uniform_value = uniform_coupling(g.group_of(e));
-      for (int block = 0; block < JB; ++block)
-        for (int c = 0; c < g.C; c += CHILDREN) {
+      for (int c = 0; c < g.C; c += CHILDREN)
+        for (int block = 0; block < JB; ++block) {
           const int children = std::min(CHILDREN, g.C - c);
           const long at = long(g.edge_parent[e]) * JB + block;
           for (int tile = 0; tile < count; ++tile) {
@@ -278,11 +275,11 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
           const V e = v[i][h] - mean;
           moments_grad[i] += with_variance ? e * (mean_grad + variance_grad * e) : e * mean_grad;
           if (quadratic && next) next_logit[i] += this->logit_of_number(e, next, h);
+          if (linear && !quadratic) logit[i] += this->logit_of_number(v[i][h], record, h);
         }
-        if (!Base::of_numbers || !pass.log_sums || pass.around_earlier_mean) continue;
-        const V centre = quadratic ? record[centre_at() + h] : V{};
-        for (int i = 0; i < N; ++i) logit[i] += this->logit_of_number(v[i][h] - centre, record, h);
       }
+      for (int h = 0; quadratic && pass.log_sums && !pass.around_earlier_mean && h < numbers(); ++h)
+        for (int i = 0; i < N; ++i) logit[i] += this->logit_of_number(v[i][h] - record[centre_at() + h], record, h);
       for (int i = 0; i < N; ++i) {
         V share{}, logit_grad{};
         if (i < children) {

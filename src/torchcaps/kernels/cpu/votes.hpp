@@ -164,6 +164,8 @@ template <class T, template <class> class LaneLayout, int ROWS, int INNER, int C
   // All callers contract multiply-adds in the same way, so that a vote has the same bits wherever it is computed.
   // With POSE, the part of the logit that depends on the pose only follows the vote.
   void vote(const Child* pose, const Weight* w, V* out) const {
+    for (long i = 0, size = depth() * columns(), line = 64 / sizeof(Weight); g.own_transforms && i < size; i += line)
+      __builtin_prefetch(w + 2 * size + i);  // transforms that are used once come from slow memory
     vote_rows(pose, w, rows(), out);
     w += inner() * columns();
     V logit = pose_logits() ? V{} + w[pose_size()] : V{};
@@ -177,7 +179,7 @@ template <class T, template <class> class LaneLayout, int ROWS, int INNER, int C
   V pose_logit(const V* v) const { return FORM & POSE ? v[numbers()] : V{}; }
   // `count` rows of a vote minus a centre (null: 0). The sum begins with -centre.
   [[gnu::always_inline]] void vote_rows(const Child* pose, const Weight* w, int count, V* out, const V* centre = nullptr) const {
-    constexpr int STEP = COLUMNS ? COLUMNS : 4;
+    constexpr int SUMS = TORCHCAPS_REGISTERS / 2, STEP = !COLUMNS ? 4 : COLUMNS % SUMS ? COLUMNS : SUMS;
     for (int r = 0; r < count; ++r, pose += inner(), out += columns(), centre += centre ? columns() : 0) {
       int n = 0;
       for (; n + STEP <= columns(); n += STEP) {
