@@ -128,6 +128,7 @@ def spread_loss(
 
     a_t is the activation of the target class, and a_k the activation of another class. With m = 1, the spread loss is
     the squared hinge loss. The paper raises m from 0.2 to 0.9 during training; `spread_margin` computes this schedule.
+    The authors' code also divides the loss by the number of classes.
 
     Arguments:
         scores: ``[B, classes]``, activations of the class capsules, in [0, 1].

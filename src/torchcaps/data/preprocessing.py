@@ -56,7 +56,7 @@ class Preprocessing:
     """Converts batches of uint8 images to the input of a network, with random augmentation in training.
 
     Pixels are scaled to [0, 1]. With the default arguments, this scaling is the only step. Rotation, squeeze
-    and erase follow the augmentation of Mazzia, Salvetti & Chiaberge 2021.
+    and erase are similar to the augmentation of Mazzia, Salvetti & Chiaberge 2021.
 
     Arguments:
         shift: training only; largest shift in each direction, in pixels, with zero padding; 0 is off. As in Sabour,

@@ -132,9 +132,10 @@ def read_order(
 
 
 def paper_recipe(study: Study, network: str, seed: int, data: str) -> Recipe:
-    """Return the recipe of a network with the author's settings.
+    """Return the recipe of a network of Su 2018.
 
-    `decay_steps` depends on the budget, so that the learning rate decays faster in shorter training runs.
+    The number of epochs and `decay_steps` depend on the budget, so that the learning rate decays faster in shorter
+    training runs.
     """
     recipe = replace(RECIPES[NETWORKS[network]](), seed=seed, data=data)
     if network == "uniform couplings":

@@ -64,7 +64,8 @@ class MatrixCapsNet(Pretrained):
         primary_initial_std: standard deviation of the initial weights that compute the poses of the primary capsules;
             None for PyTorch's default. The authors' code uses 0.5.
         activation_initial_std: standard deviation of the initial weights that compute the activations of the primary
-            capsules; None for PyTorch's default. The authors' code uses 3.
+            capsules; None for PyTorch's default. The authors' code uses 3, but only for 2 of 32 capsule types, and it
+            subtracts 1 from the activation logits.
         initial_std: standard deviation of the initial transforms of the ConvCaps layers; 0.3 in the authors' code.
         class_initial_std: standard deviation of the initial transforms of the class capsules; 0.01 in the authors'
             code.

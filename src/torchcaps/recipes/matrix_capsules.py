@@ -183,8 +183,9 @@ def variational_capsnet_smallnorb() -> Recipe:
     to 0. If the initial transforms were close to the identity, all parents would start nearly equal, BatchNorm would
     amplify the small differences between parents, and the network would learn nothing.
 
-    Some details of the network differ from the authors' code. The coordinates that are added to the votes for the
-    classes are larger: they run from 0 to 1 across the image, and the authors' from 0.025 to 0.1. BatchNorm of the
+    Some details differ from the authors' code. Both images of a stereo pair are standardised together; the authors
+    standardise each image. The coordinates that are added to the votes for the classes are larger: they run from 0.27
+    to 0.64 for the four positions, and the authors' from 0.025 to 0.1. BatchNorm of the
     primary poses and activations has no learned parameters, and that of the poses normalises each element of a pose
     separately; the authors' BatchNorms have learned parameters, and that of the poses normalises each capsule type. The
     first convolution has a bias, and the initial weights of the convolutions have PyTorch's defaults. In evaluation,

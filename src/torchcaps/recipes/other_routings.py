@@ -8,12 +8,14 @@ from torchcaps.recipe import Recipe
 def self_routing_capsnet_smallnorb() -> Recipe:
     """Self-routing capsules on smallNORB: Hahn, Pyeon & Kim 2019, "7-layer CNN".
 
-    Network, loss, optimiser, batch size, crops and contrast follow the authors. There are three differences:
+    Network, loss, optimiser, batch size, crops and contrast follow the authors. There are these differences:
 
     - A random brightness is added to the pixels; the authors multiply the pixels by a random brightness.
     - The two images of a stereo pair are the channels of one input; in the authors' code, they are separate samples.
     - The learning rate falls from 0.1 along a cosine in 20 epochs; the authors' learning rate falls in steps over 200
       epochs.
+    - The initial weights of the convolutions are normally distributed, with PyTorch's default for the primary capsules;
+      the authors' are uniformly distributed.
     """
     return Recipe(
         name="self-routing-capsnet-smallnorb",
@@ -99,6 +101,8 @@ def attention_capsnet_cifar10() -> Recipe:
       each channel.
     - The learning rate falls from 0.1 along a cosine in 20 epochs; the authors train for 350 epochs and divide the
       learning rate by 10 twice.
+
+    The authors' code keeps the epoch with the best test accuracy; this recipe, with the best validation accuracy.
     """
     return Recipe(
         name="attention-capsnet-cifar10",
@@ -127,12 +131,13 @@ def generative_capsnet_smallnorb() -> Recipe:
     """Generative routing capsules on smallNORB at its full size of 96×96 pixels: Heinsen 2019.
 
     Optimiser, batch size, number of epochs and network follow the author; `GenerativeCapsNet` lists the parameters that
-    the author's network also has. There are three more differences:
+    the author's network also has. There are these other differences:
 
     - The learning rate starts and ends near 0, and its cosine starts at the first step; the author's starts and ends at
       1e-5, and its cosine starts after the warm-up. The author also changes β₁ of the optimiser during training.
     - Mixup draws one mixing proportion per batch; the author draws one mixing proportion per image.
     - This recipe does not shift the images; the author shifts them with random crops.
+    - A tenth of the training images is held out to choose the epoch; the author trains on all images.
     """
     return Recipe(
         name="generative-capsnet-smallnorb",

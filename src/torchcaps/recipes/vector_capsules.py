@@ -9,11 +9,14 @@ def capsnet_mnist() -> Recipe:
     """CapsNet on MNIST: Sabour, Frosst & Hinton 2017, section 5, with smaller batches and faster decay.
 
     Optimiser, shifts and losses follow the paper, which does not state the number of epochs. The authors' code uses
-    batches of 128 and multiplies the learning rate by 0.96 every 2,000 steps. This recipe trains for only 10 epochs. A
-    short training needs more steps per epoch and a low learning rate at the end. The recipe therefore uses batches of
-    64 and multiplies the learning rate by 0.96 every 160 steps. For the authors' batches and decay, use ``--batch-size
-    128 --set decay_steps=2000 --epochs 100``. The authors' code also differs from the paper: each parent has a learned
-    bias, and the margin loss has half the weight.
+    batches of 128, multiplies the learning rate by 0.96 every 2,000 steps, and trains for 300,000 steps (640 epochs).
+    This recipe trains for only 10 epochs. A short training needs more steps per epoch and a low learning rate at the
+    end. The recipe therefore uses batches of 64 and multiplies the learning rate by 0.96 every 160 steps. For the
+    authors' batches and decay, use ``--batch-size 128 --set decay_steps=2000 --epochs 640``.
+
+    The authors' code also differs from the paper: each parent has a learned bias, the output of the convolution that
+    computes the primary capsules is divided by 32, and the margin loss is halved and averaged over the ten classes, so
+    that the reconstruction loss has 20 times the weight of the paper's.
     """
     return Recipe(
         name="capsnet-mnist",
@@ -72,8 +75,9 @@ def capsnet_cifar10() -> Recipe:
 
     As in the paper, the network has 64 types of primary capsules, sees crops of 24×24 pixels, and the softmax of the
     couplings includes a "none of the above" parent. The paper averages seven networks and does not state the other
-    settings. This recipe uses those of `capsnet_mnist` without shifts. It trains for 30 epochs, with a slower decay of
-    the learning rate.
+    settings. The authors' code pads the convolutions, has no decoder, flips the images, and changes their brightness
+    and contrast. This recipe uses the settings of `capsnet_mnist` without shifts. It trains for 30 epochs, with a
+    slower decay of the learning rate.
     """
     return replace(
         capsnet_mnist(),
@@ -113,9 +117,10 @@ def efficient_capsnet_mnist() -> Recipe:
     """Efficient-CapsNet on MNIST: Mazzia, Salvetti & Chiaberge 2021, with larger batches and fewer epochs.
 
     Losses, rotation, squeeze and erased squares follow the authors. The authors also shift each digit at random, but
-    never out of the image; this recipe shifts by up to 2 pixels. BatchNorm and the initial values of the primary
-    capsules, the decoder and the biases have PyTorch's defaults; the authors use those of Keras. The standard deviation
-    of the initial transforms is 0.88 of theirs.
+    never out of the image; this recipe shifts by up to 2 pixels. They squeeze every digit by at least one pixel, and
+    their squares may be 2 pixels closer to the right and the lower border. BatchNorm and the initial values of the
+    primary capsules, the decoder and the biases have PyTorch's defaults; the authors use those of Keras, with He and
+    Glorot normal weights in the decoder. The standard deviation of the initial transforms is 0.88 of theirs.
 
     The authors train for 150 epochs with batches of 16, and multiply a learning rate of 5e-4 by 0.97 after each epoch,
     down to 5e-5. The learning rate of this recipe falls from 5e-3 along a cosine. It was chosen by the validation
@@ -172,7 +177,8 @@ def efficient_capsnet_smallnorb() -> Recipe:
     - The network has no decoder. The authors' decoder consists of convolutions.
     - The learning rate falls from 5e-3 along a cosine in 20 epochs with batches of 64, as in `efficient_capsnet_mnist`.
       The authors train for 150 epochs with batches of 16.
-    - InstanceNorm, the primary capsules and the biases have PyTorch's defaults; the authors use those of TensorFlow.
+    - The scale of InstanceNorm starts at 1 and its offset at 0; the authors draw both near 0. The initial values of
+      the primary capsules and the biases have PyTorch's defaults; the authors use those of TensorFlow.
     """
     return replace(
         efficient_capsnet_mnist(),
@@ -234,7 +240,7 @@ def pooled_cnn_mnist() -> Recipe:
 def pooled_capsnet_mnist() -> Recipe:
     """Capsules with shared transforms after the convolutions of `pooled_cnn_mnist`, on MNIST: Su 2018.
 
-    The settings are as in `pooled_cnn_mnist`, with two exceptions: the recipe trains for 12 epochs, and the learning
-    rate falls to 3 % of its initial value.
+    The settings are as in `pooled_cnn_mnist`, with two exceptions: the recipe trains for 12 epochs (the author for 10),
+    and the learning rate falls to 3 % of its initial value.
     """
     return replace(pooled_cnn_mnist(), name="pooled-capsnet-mnist", model="pooled-capsnet", decay_steps=120, epochs=12)

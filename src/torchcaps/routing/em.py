@@ -141,12 +141,14 @@ def em_routing(
         beta_a: ``[J]``, β_a in the formula of a_j; a larger β_a gives a parent a higher activation.
         iterations: number of routing iterations, from 1 to 1,000.
         competition: ``parents``: the couplings R_ij of a child sum to 1 over all of its parents; ``types``: they sum to
-            1 over the parent types at each parent site, as in most implementations, and start at 1 / J.
+            1 over the parent types at each parent site, as in most implementations, and start at 1 / J. In the code of
+            Hinton et al., neither holds: they sum to 1 over the parent sites, separately for each parent type.
         variance_floor: constant added to σ², at least 0: 1e-4 in Gritzman's paper (1e-9 in his code), 5e-4 in the code
             of Hinton et al., none in their paper. Without one, a parent with a single vote is NaN from iteration 2 on.
         normalise_data: divide the cost by mean_data. If False, as in the paper, mean_data is 1.
         inverse_temperature: inverse temperature λ of the activations, above 0. The paper uses 0.01, with
-            ``normalise_data=False``. Gritzman's code corresponds to 1, with β_a divided by 100.
+            ``normalise_data=False``; the code of its authors corresponds to 0.02, and 0.005 for the class capsules.
+            Gritzman's code corresponds to 1, with β_a divided by 100.
         temperature_schedule: ``constant``: λ_t = λ; ``rising``, the authors' schedule: λ_t = λ (1 - 0.95^(t+1)) in
             iteration t = 0, 1, ….
         parent_activation: ``logistic``: a_j as in the M-step; ``mixing``: a_j ∝ Σ_i r_ij, with sum 1 over the layer.

@@ -46,7 +46,8 @@ class VariationalBayesRouting(Rule):
     This rule differs from the authors' code in two ways. First, in their code the initial couplings are 1 / J, even if
     a child has several parent sites; only the couplings of later iterations are normalised over all parents. Second,
     the denominator of their softmax is at least 1e-11. If the votes of a child are far from every parent, the couplings
-    of the child therefore sum to less than 1 in their code. Here each softmax always sums to 1.
+    of the child therefore sum to less than 1 in their code, and large votes give NaN. Here each softmax always sums
+    to 1.
 
     Arguments:
         parent_types: number of parent types (J). β_a and β_u have one number per type.
