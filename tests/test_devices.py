@@ -50,7 +50,7 @@ def test_the_settings_are_restored_when_the_last_of_several_trainings_ends():
 def test_training_is_deterministic_and_restores_the_settings_of_pytorch(fails, tmp_path, monkeypatch):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    before, seen = settings(), []
+    before, random, seen = settings(), torch.get_rng_state(), []
 
     def look(*_):
         seen.append((*settings()[:3], os.environ["CUBLAS_WORKSPACE_CONFIG"]))
@@ -65,6 +65,16 @@ def test_training_is_deterministic_and_restores_the_settings_of_pytorch(fails, t
         fit(tiny(1), SPLITS, tmp_path / "run", **options)
     assert seen == 2 * [(1, False, False, ":4096:8")]
     assert settings() == before
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+@pytest.mark.parametrize(("precision", "fast"), [("bf16", False), ("bf16", True), ("float32", False)])
+def test_training_in_bf16_says_so_if_float32_is_faster(precision, fast, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: False)
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: fast)
+    fit(tiny(1, precision=precision), SPLITS, tmp_path / "run", logger="none")
+    slow = precision == "bf16" and not fast and not torch.cuda.is_available()
+    assert ("bf16 is slower than float32 on this hardware" in capsys.readouterr().out) == slow
 
 
 PROCESS_GROUP = """

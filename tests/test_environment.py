@@ -9,10 +9,12 @@ import sys
 import pytest
 
 from conftest import ENVIRONMENT
+from test_run_folder import SPLITS, tiny
 from torchcaps import BadInput, process_memory
 from torchcaps.environment import available_cores
 from torchcaps.process_memory import free_memory
-from torchcaps.run_folder import locked
+from torchcaps.run_folder import locked, read_run
+from torchcaps.training import fit
 
 MIB = 1 << 20
 
@@ -88,6 +90,21 @@ def test_files_of_control_groups_that_cannot_be_parsed_are_ignored(groups, tmp_p
     assert free_memory() == 10 * MIB
     write(groups, memory__max="some", cpu__max="1")
     assert free_memory() == pytest.approx(unlimited, rel=0.2)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("blank_pictures")
+def test_a_run_lists_the_environments_in_which_it_was_trained_before(tmp_path, monkeypatch):
+    for epochs in (1, 2, 3):
+        fit(tiny(epochs), SPLITS, tmp_path, logger="none", resume=epochs > 1)
+    first = read_run(tmp_path)
+    assert first.earlier_environments == []
+    elsewhere = {**first.environment, "processor": "another"}
+    monkeypatch.setattr("torchcaps.run_folder.environment", lambda: elsewhere)
+    for epochs in (4, 5):
+        fit(tiny(epochs), SPLITS, tmp_path, logger="none", resume=True)
+    assert read_run(tmp_path).earlier_environments == [first.environment]
+    assert read_run(tmp_path).environment == elsewhere
 
 
 def test_several_processes_need_a_script(tmp_path):

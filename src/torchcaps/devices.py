@@ -62,7 +62,7 @@ def reproducible() -> Iterator[None]:
     """Use deterministic algorithms, and restore the settings of PyTorch at the end.
 
     The settings hold for all threads of the process. If several threads train, they are restored when the last training
-    ends.
+    ends. The environment variable CUBLAS_WORKSPACE_CONFIG stays set, because PyTorch reads it only once.
 
     An operation without a deterministic algorithm causes a warning of PyTorch. It causes an error if the user has
     called ``torch.use_deterministic_algorithms(True)`` before. Uninitialised memory is not filled, although this is

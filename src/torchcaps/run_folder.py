@@ -45,7 +45,8 @@ class Run:
         image_shape: (channels, height, width) of the images before the preprocessing, which may crop them.
         data: result of `fingerprint`: class names, and for each split the number of images and a checksum.
         environment: versions, commit and hardware of the last training session.
-        earlier_environments: versions, commit and hardware of each earlier session, if the run was resumed.
+        earlier_environments: versions, commit and hardware of earlier sessions, if the run was resumed elsewhere or
+            with other versions.
         test_evaluations: number of times that training ended and evaluated the run on its test split.
     """
 
@@ -175,6 +176,7 @@ def check_run(folder: Path, recipe: Recipe, splits: Splits, module: nn.Module, r
     first = len(rows) < 2 and not last.exists() and not (folder / "metrics.json").exists()
     data, digests = fingerprint(splits, None if before is None else before.data)
     earlier: list[dict[str, Any]] = []
+    here = environment()
     evaluated = 0 if before is None else before.test_evaluations
     if (folder / "metrics.json").exists():
         evaluated = max(evaluated, read_metrics(folder)["test_evaluations"])
@@ -189,8 +191,8 @@ def check_run(folder: Path, recipe: Recipe, splits: Splits, module: nn.Module, r
             raise BadInput(
                 f"{folder} was started with other data ({changed}): resume with the same data, or use another --out"
             )
-        earlier = [*before.earlier_environments, before.environment]
-    run = Run(recipe, [*splits.train.class_names], splits.train.image_shape, data, environment(), earlier, evaluated)
+        earlier = [*before.earlier_environments, *([] if before.environment == here else [before.environment])]
+    run = Run(recipe, [*splits.train.class_names], splits.train.image_shape, data, here, earlier, evaluated)
     if before is None or first or finished(folder, recipe):
         return Begun(run, digests, None)
     trained = load_last(last, module)["epoch"] + 1

@@ -2,8 +2,8 @@
 
 import math
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -91,8 +91,9 @@ def fit(
     on the test split without more training, call `fit` again with ``resume=True`` and ``test=True``; the logger does
     not receive this test accuracy.
 
-    Trainings in several threads of one process share PyTorch's random numbers, so networks with dropout do not train
-    reproducibly there: use one process per training.
+    At the end, PyTorch's random numbers are set back to their state before the training. Trainings in several threads
+    of one process share these random numbers, so networks with dropout do not train reproducibly there: use one process
+    per training.
 
     Arguments:
         recipe: all settings of the training. They are saved in the folder's recipe.json.
@@ -146,6 +147,8 @@ def fit(
     prepare_processes(devices)
     module = new_module(recipe, splits, module_class, devices)
     recipe = module.recipe
+    if first_process() and recipe.precision == "bf16" and resolve_precision("auto") == "float32":
+        print("bf16 is slower than float32 on this hardware: use --precision auto for a new run", flush=True)
     workers = default_workers(splits.train, processes(devices)[0]) if workers is None else workers
     data, last = SplitBatches(splits, recipe, workers), folder / "last.ckpt"
     if recipe.pretrained and not (resume and (last.exists() or finished(folder, recipe))):
@@ -159,9 +162,9 @@ def fit(
         if done is not None and done["evaluated_split"] in enough:
             return done
         last_of_run = last if resume and last.exists() else None
-        with training(module.model):
+        with training(module.model), _random_numbers_kept():
             return _train(recipe, data, folder, module, devices, last_of_run, **options, trained=done is not None)
-    with locked(folder), training(module.model):
+    with locked(folder), training(module.model), _random_numbers_kept():
         begun = check_run(folder, recipe, splits, module, resume)
         done = finished(folder, recipe)
         if done is not None and done["evaluated_split"] in enough:
@@ -182,6 +185,20 @@ def fit(
         return _train(recipe, data, folder, module, devices, begun.last, **options, trained=done is not None)
 
 
+@contextmanager
+def _random_numbers_kept() -> Iterator[None]:
+    """Set back PyTorch's random numbers at the end: those of the caller must not depend on the recipe's seed."""
+    cpu = torch.get_rng_state()
+    gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    try:
+        yield
+    finally:
+        with _SEEDED:  # another thread may be drawing initial weights
+            torch.set_rng_state(cpu)
+            if gpu is not None:
+                torch.cuda.set_rng_state(gpu)
+
+
 def new_module(
     recipe: Recipe, splits: Splits, module_class: type[TrainingModule] = TrainingModule, devices: int = 1
 ) -> TrainingModule:
@@ -199,7 +216,7 @@ def new_module(
     steps = recipe.epochs * len(batch_starts(images, batch_size))
     weights = class_weights_of(recipe, splits.train)
     classes = len(splits.train.class_names)
-    with _SEEDED:
+    with _random_numbers_kept(), _SEEDED:
         torch.manual_seed(recipe.seed)
         model = _new_model(recipe, splits.train, one_per_batch=min(images, batch_size) == 1)
         module = module_class(model, recipe, classes, steps, weights)

@@ -23,6 +23,7 @@ from torchcaps.inspection import Inspection, about_crops, inspect
 from torchcaps.models import PooledCapsNet
 from torchcaps.options import kinds_of
 from torchcaps.pictures import stretched
+from torchcaps.process_memory import release_free_memory
 from torchcaps.routing import ROUTINGS, Routing, Rule
 
 LOADED = 12
@@ -281,6 +282,7 @@ def toy_view(
 def toy_views(category: int, instance: int) -> UInt8[Tensor, "elevation azimuth lighting 2 48 48"]:
     """Render all views of a toy. The seed of the rendering is 1."""
     views = torch.from_numpy(render_toy(category, instance, seed=1))
+    release_free_memory()  # rendering needs a lot of memory
     return views.unflatten(0, (len(ELEVATIONS), len(AZIMUTHS), len(LIGHTINGS)))
 
 
