@@ -70,11 +70,14 @@ def test_training_is_deterministic_and_restores_the_settings_of_pytorch(fails, t
 
 @pytest.mark.parametrize(("precision", "fast"), [("bf16", False), ("bf16", True), ("float32", False)])
 def test_training_in_bf16_says_so_if_float32_is_faster(precision, fast, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: False)
     monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: fast)
     fit(tiny(1, precision=precision), SPLITS, tmp_path / "run", logger="none")
-    slow = precision == "bf16" and not fast and not torch.cuda.is_available()
+    slow = precision == "bf16" and not fast
     assert ("bf16 is slower than float32 on this hardware" in capsys.readouterr().out) == slow
+    fit(tiny(1, precision=precision), SPLITS, tmp_path / "run", logger="none", resume=True)
+    assert "bf16" not in capsys.readouterr().out
 
 
 PROCESS_GROUP = """

@@ -91,9 +91,9 @@ def fit(
     on the test split without more training, call `fit` again with ``resume=True`` and ``test=True``; the logger does
     not receive this test accuracy.
 
-    At the end, PyTorch's random numbers are set back to their state before the training. Trainings in several threads
-    of one process share these random numbers, so networks with dropout do not train reproducibly there: use one process
-    per training.
+    At the end, the state of PyTorch's random numbers is restored: that of the CPU, and that of the current GPU if the
+    process has used a GPU before. Trainings in several threads of one process share these random numbers, so networks
+    with dropout do not train reproducibly there: use one process per training.
 
     Arguments:
         recipe: all settings of the training. They are saved in the folder's recipe.json.
@@ -147,8 +147,6 @@ def fit(
     prepare_processes(devices)
     module = new_module(recipe, splits, module_class, devices)
     recipe = module.recipe
-    if first_process() and recipe.precision == "bf16" and resolve_precision("auto") == "float32":
-        print("bf16 is slower than float32 on this hardware: use --precision auto for a new run", flush=True)
     workers = default_workers(splits.train, processes(devices)[0]) if workers is None else workers
     data, last = SplitBatches(splits, recipe, workers), folder / "last.ckpt"
     if recipe.pretrained and not (resume and (last.exists() or finished(folder, recipe))):
@@ -179,6 +177,8 @@ def fit(
             check_compiled(module, splits)
         if on_start is not None and done is None:
             on_start(module, recipe.epochs - (begun.trained if begun.last else 0))
+        if done is None and recipe.precision == "bf16" and resolve_precision("auto") == "float32":
+            print("bf16 is slower than float32 on this hardware: use --precision auto for a new run", flush=True)
         begin_run(folder, begun)
         folders = [folder, *([Path(recipe.pretrained)] if recipe.pretrained else [])]
         warn_of_seen_images(folders, splits.test, splits.validation)
@@ -187,13 +187,14 @@ def fit(
 
 @contextmanager
 def _random_numbers_kept() -> Iterator[None]:
-    """Set back PyTorch's random numbers at the end: those of the caller must not depend on the recipe's seed."""
-    cpu = torch.get_rng_state()
-    gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    """Restore PyTorch's random numbers at the end, so that those of the caller do not depend on the recipe's seed."""
+    with _SEEDED:  # another thread may have seeded them to draw initial weights
+        cpu = torch.get_rng_state()
+        gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
     try:
         yield
     finally:
-        with _SEEDED:  # another thread may be drawing initial weights
+        with _SEEDED:
             torch.set_rng_state(cpu)
             if gpu is not None:
                 torch.cuda.set_rng_state(gpu)
@@ -216,7 +217,7 @@ def new_module(
     steps = recipe.epochs * len(batch_starts(images, batch_size))
     weights = class_weights_of(recipe, splits.train)
     classes = len(splits.train.class_names)
-    with _random_numbers_kept(), _SEEDED:
+    with _SEEDED, _random_numbers_kept():
         torch.manual_seed(recipe.seed)
         model = _new_model(recipe, splits.train, one_per_batch=min(images, batch_size) == 1)
         module = module_class(model, recipe, classes, steps, weights)

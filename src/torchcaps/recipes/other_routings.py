@@ -102,7 +102,8 @@ def attention_capsnet_cifar10() -> Recipe:
     - The learning rate falls from 0.1 along a cosine in 20 epochs; the authors train for 350 epochs and divide the
       learning rate by 10 twice.
 
-    The authors' code keeps the epoch with the best test accuracy; this recipe, with the best validation accuracy.
+    The authors' code keeps the epoch with the best test accuracy. This recipe keeps the epoch with the best validation
+    accuracy.
     """
     return Recipe(
         name="attention-capsnet-cifar10",

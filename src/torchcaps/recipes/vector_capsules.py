@@ -9,10 +9,10 @@ def capsnet_mnist() -> Recipe:
     """CapsNet on MNIST: Sabour, Frosst & Hinton 2017, section 5, with smaller batches and faster decay.
 
     Optimiser, shifts and losses follow the paper, which does not state the number of epochs. The authors' code uses
-    batches of 128, multiplies the learning rate by 0.96 every 2,000 steps, and trains for 300,000 steps (640 epochs).
-    This recipe trains for only 10 epochs. A short training needs more steps per epoch and a low learning rate at the
-    end. The recipe therefore uses batches of 64 and multiplies the learning rate by 0.96 every 160 steps. For the
-    authors' batches and decay, use ``--batch-size 128 --set decay_steps=2000 --epochs 640``.
+    batches of 128, multiplies the learning rate by 0.96 every 2,000 steps, and trains for 300,000 steps. This recipe
+    trains for only 10 epochs. A short training needs more steps per epoch and a low learning rate at the end. The
+    recipe therefore uses batches of 64 and multiplies the learning rate by 0.96 every 160 steps. For the authors'
+    batches, decay and number of steps, use ``--batch-size 128 --set decay_steps=2000 --epochs 711``.
 
     The authors' code also differs from the paper: each parent has a learned bias, the output of the convolution that
     computes the primary capsules is divided by 32, and the margin loss is halved and averaged over the ten classes, so
@@ -118,7 +118,7 @@ def efficient_capsnet_mnist() -> Recipe:
 
     Losses, rotation, squeeze and erased squares follow the authors. The authors also shift each digit at random, but
     never out of the image; this recipe shifts by up to 2 pixels. They squeeze every digit by at least one pixel, and
-    their squares may be 2 pixels closer to the right and the lower border. BatchNorm and the initial values of the
+    place the erased square up to 2 pixels closer to the right and the lower border than this recipe. BatchNorm and the initial values of the
     primary capsules, the decoder and the biases have PyTorch's defaults; the authors use those of Keras, with He and
     Glorot normal weights in the decoder. The standard deviation of the initial transforms is 0.88 of theirs.
 

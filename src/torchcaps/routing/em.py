@@ -141,8 +141,8 @@ def em_routing(
         beta_a: ``[J]``, β_a in the formula of a_j; a larger β_a gives a parent a higher activation.
         iterations: number of routing iterations, from 1 to 1,000.
         competition: ``parents``: the couplings R_ij of a child sum to 1 over all of its parents; ``types``: they sum to
-            1 over the parent types at each parent site, as in most implementations, and start at 1 / J. In the code of
-            Hinton et al., neither holds: they sum to 1 over the parent sites, separately for each parent type.
+            1 over the parent types at each parent site, as in most implementations, and start at 1 / J. The code of
+            Hinton et al. does neither: its couplings sum to 1 over the parent sites, separately for each parent type.
         variance_floor: constant added to σ², at least 0: 1e-4 in Gritzman's paper (1e-9 in his code), 5e-4 in the code
             of Hinton et al., none in their paper. Without one, a parent with a single vote is NaN from iteration 2 on.
         normalise_data: divide the cost by mean_data. If False, as in the paper, mean_data is 1.

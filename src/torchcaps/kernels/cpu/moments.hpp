@@ -66,8 +66,8 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS, FORM> {
       visit_groups(pose, activation, parents, log_sums, arena, [&](int group, int, int children, const V* d, const V* w) {
         this->template add_up_of<with_variance>(group, children, d, w, sums);
       });
+      this->add_earlier(sums);
     }
-    this->add_earlier(sums);
     // If the squared distance between mean and centre is this many times the variance, the variance loses its digits.
     const T most_moved = !uniform_couplings || out.variance ? T(30) : -lowest<T>;
     for (int at = 0; at < PB; ++at) {
@@ -221,7 +221,8 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS, FORM> {
     }
   }
 
-  // The sums with equal couplings. With variances, they are centred on the mean of some votes of a parent.
+  // The sums with equal couplings. With variances, they are centred on the mean of some votes of a parent. A few
+  // transforms at a time are applied for all parents, so that they stay in the L1 cache.
   void sum_uniform(const Child* pose, const Child* activation, const typename Base::Sums& sums, V* centres, bool centred, Arena& arena) const {
     auto site_sums = arena.zeros<Compensated<Child>>(g.S);  // the mean is sensitive to rounding of the mass
     for (long child = 0; child < children(); ++child) site_sums[child / g.C].add(activation[child]);
@@ -237,21 +238,17 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS, FORM> {
         if (with_variance) mean_of_some_votes(pose, activation, p, block, centred ? MOST_SAMPLES : 0, centres + at * numbers());
       }
     }
-    // A few transforms at a time are applied for all parents, so that they stay in the L1 cache. Transforms that are used
-    // only once are read in their order in memory.
-    const int types = g.own_transforms ? 1 : std::min(g.C, Base::MOST_SUMMANDS), parents = g.own_transforms ? 1 : g.P;
+    const int types = std::min(g.C, Base::MOST_SUMMANDS);
     const long bytes = long(types) * inner() * columns() * long(sizeof(Weight));
-    const int step = g.own_transforms ? 1 : int(std::max(1L, std::min<long>(CACHE_BYTES / bytes, Base::MOST_SUMMANDS / types)));
-    for (int p0 = 0; p0 < g.P; p0 += parents)
+    const int step = int(std::max(1L, std::min<long>(CACHE_BYTES / bytes, Base::MOST_SUMMANDS / types)));
+    for (long i = 0, turns = (g.C + types - 1) / types; i < JB * turns; ++i)
       for (int from = 0; from < g.most_edges; from += step)
-        for (int c0 = 0; c0 < g.C; c0 += types)
-          for (int block = 0; block < JB; ++block)
-            for (int p = p0; p < p0 + parents; ++p) {
-              const int first = g.parent_begin[p] + from, end = std::min(first + step, g.parent_begin[p + 1]), c1 = std::min(c0 + types, g.C);
-              const long at = long(p) * JB + block;
-              add_uniform(pose, activation, first, end, c0, c1, block, sums.recent + at * sums.size, centres + at * numbers());
-              if (block + 1 == JB) this->count_votes(sums, p, step * (c1 - c0));
-            }
+        for (int p = 0; p < g.P; ++p) {
+          const int block = int(i / turns), c0 = int(i % turns) * types;
+          const long at = long(p) * JB + block;
+          add_uniform(pose, activation, g.parent_begin[p] + from, std::min(g.parent_begin[p] + from + step, g.parent_begin[p + 1]),
+                     c0, std::min(c0 + types, g.C), block, sums.recent + at * sums.size, centres + at * numbers());
+        }
   }
 
   // Votes at regular intervals, because neighbouring votes may be unlike all others.
@@ -284,6 +281,7 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS, FORM> {
         const T share = uniform_coupling(g.group_of(e));
         for (int c = c0; c < c1; ++c) {
           const Child weight = share * activation[long(s) * g.C + c];
+          this->prefetch(weights(g.edge_kernel[e], std::min(c + 1, c1 - 1), block));
           V d[NUMBERS];
           this->vote_rows(pose + (long(s) * g.C + c) * pose_size() + r * inner(), weights(g.edge_kernel[e], c, block), step, d,
                           with_variance ? centre : nullptr);

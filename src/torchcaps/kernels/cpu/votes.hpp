@@ -150,6 +150,9 @@ template <class T, template <class> class LaneLayout, int ROWS, int INNER, int C
   const Weight* weights(int kernel, int c, int block) const {
     return transform + ((long(kernel) * g.C + c) * JB + block) * depth() * columns();
   }
+  void prefetch(const Weight* w) const {  // transforms of a single child site are seldom in a cache
+    for (long i = 0; g.own_transforms && i < depth() * columns(); i += 64 / sizeof(Weight)) __builtin_prefetch(w + i);
+  }
   // 1 in the first lanes, 0 in the others.
   static V first_lanes(int count) {
     V x{};
@@ -164,8 +167,7 @@ template <class T, template <class> class LaneLayout, int ROWS, int INNER, int C
   // All callers contract multiply-adds in the same way, so that a vote has the same bits wherever it is computed.
   // With POSE, the part of the logit that depends on the pose only follows the vote.
   void vote(const Child* pose, const Weight* w, V* out) const {
-    for (long i = 0, size = depth() * columns(), line = 64 / sizeof(Weight); g.own_transforms && i < size; i += line)
-      __builtin_prefetch(w + 2 * size + i);  // transforms that are used once come from slow memory
+    prefetch(w + 2 * depth() * columns());
     vote_rows(pose, w, rows(), out);
     w += inner() * columns();
     V logit = pose_logits() ? V{} + w[pose_size()] : V{};
