@@ -118,9 +118,10 @@ def efficient_capsnet_mnist() -> Recipe:
 
     Losses, rotation, squeeze and erased squares follow the authors. The authors also shift each digit at random, but
     never out of the image; this recipe shifts by up to 2 pixels. They squeeze every digit by at least one pixel, and
-    place the erased square up to 2 pixels closer to the right and the lower border than this recipe. BatchNorm and the initial values of the
-    primary capsules, the decoder and the biases have PyTorch's defaults; the authors use those of Keras, with He and
-    Glorot normal weights in the decoder. The standard deviation of the initial transforms is 0.88 of theirs.
+    place the erased square up to 2 pixels closer to the right and the lower border than this recipe. BatchNorm and the
+    initial values of the primary capsules, the decoder and the biases have PyTorch's defaults; the authors use those of
+    Keras, with He and Glorot normal weights in the decoder. The standard deviation of the initial transforms is 0.88 of
+    theirs.
 
     The authors train for 150 epochs with batches of 16, and multiply a learning rate of 5e-4 by 0.97 after each epoch,
     down to 5e-5. The learning rate of this recipe falls from 5e-3 along a cosine. It was chosen by the validation
