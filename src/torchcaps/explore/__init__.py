@@ -282,7 +282,7 @@ def toy_view(
 def toy_views(category: int, instance: int) -> UInt8[Tensor, "elevation azimuth lighting 2 48 48"]:
     """Render all views of a toy. The seed of the rendering is 1."""
     views = torch.from_numpy(render_toy(category, instance, seed=1))
-    release_free_memory()  # rendering needs a lot of memory
+    release_free_memory()  # the C library keeps most of the memory that the rendering has used
     return views.unflatten(0, (len(ELEVATIONS), len(AZIMUTHS), len(LIGHTINGS)))
 
 

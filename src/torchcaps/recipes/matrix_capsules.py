@@ -185,11 +185,11 @@ def variational_capsnet_smallnorb() -> Recipe:
 
     Some details differ from the authors' code. Both images of a stereo pair are standardised together; the authors
     standardise each image. The coordinates that are added to the votes for the classes are larger: they run from 0.27
-    to 0.64 over the four rows and columns, and the authors' from 0.025 to 0.1. BatchNorm of the
-    primary poses and activations has no learned parameters, and that of the poses normalises each element of a pose
-    separately; the authors' BatchNorms have learned parameters, and that of the poses normalises each capsule type. The
-    first convolution has a bias, and the initial weights of the convolutions have PyTorch's defaults. In evaluation,
-    the BatchNorms use averages over 2,000 training images instead of the running averages of the training.
+    to 0.64 over the four rows and columns, and the authors' from 0.025 to 0.1. BatchNorm of the primary poses and
+    activations has no learned parameters, and that of the poses normalises each element of a pose separately; the
+    authors' BatchNorms have learned parameters, and that of the poses normalises each capsule type. The first
+    convolution has a bias, and the initial weights of the convolutions have PyTorch's defaults. In evaluation, the
+    BatchNorms use averages over 2,000 training images instead of the running averages of the training.
     """
     return Recipe(
         name="variational-capsnet-smallnorb",
