@@ -110,6 +110,9 @@ def test_drawing_switching_the_rule_attacking_and_saving_work(page, tmp_path):
     draw_one(page)
     assert prediction_of(page, "(").startswith("1 (")
     page.wait_for_url(re.compile("network=digit-strips"))
+    assert page.locator("#message").get_attribute("aria-live") == "polite"
+    assert page.locator("#picture img").get_attribute("alt") == "Input of the network"
+    assert len(re.findall(r"-?\d\.\d\d", page.locator("#numbers").inner_text())) == 16
     before = page.locator("#support img").get_attribute("src")
     page.locator("#pass input[type=number]").fill("1")
     page.locator("#pass input[type=number]").press("Enter")

@@ -53,7 +53,7 @@ def test_the_report_of_an_unfinished_run(finished, call, refused, tmp_path):
     assert call("report", run)[0] == 0
     page = (run / "report.html").read_text()
     assert "Not finished: 3 of 3 epochs" in page
-    assert page.count("<figure>") == 1
+    assert page.count("<figure ") == 1
     assert "<script>" not in page
     assert "run&lt;script&gt;" in page
     older = shutil.copytree(finished[0], tmp_path / "older")
@@ -66,7 +66,7 @@ def test_the_report_of_an_unfinished_run(finished, call, refused, tmp_path):
     assert call("report", longer)[0] == 0
     page = (longer / "report.html").read_text()
     assert "Not finished: 3 of 5 epochs" in page
-    assert page.count("<figure>") == 1
+    assert page.count("<figure ") == 1
     (run / "metrics.csv").unlink()
     assert "no run" in refused("report", run)
     assert "has no recipe.json: give a run folder" in refused("report", tmp_path)

@@ -20,9 +20,10 @@ PICTURES = {
     "reconstructions.png": "Validation images and their reconstructions",
 }
 STYLE = (
-    "body{font:16px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em;color:#222}"
+    "body{font:16px/1.5 system-ui,sans-serif;max-width:104em;margin:2em auto;padding:0 1em;color:#222}"
     "table{border-collapse:collapse;margin:1em 0}td,th{border-bottom:1px solid #ddd;padding:.25em .8em;text-align:left}"
-    "img{max-width:100%}figure{margin:1.5em 0}figcaption{color:#666}pre{background:#f6f6f6;padding:1em;overflow:auto}"
+    "div,figure{overflow-x:auto}figure{margin:1.5em 0}figcaption{color:#666}"
+    "pre{background:#f6f6f6;padding:1em;overflow:auto}"
 )
 
 
@@ -68,7 +69,7 @@ def write_run_report(folder: Path, out: Path) -> None:
             if path.is_file():
                 encoded = base64.b64encode(path.read_bytes()).decode()
                 parts.append(
-                    f'<figure><img alt="{caption}" src="data:image/png;base64,{encoded}">'
+                    f'<figure tabindex="0"><img alt="{caption}" src="data:image/png;base64,{encoded}">'
                     f"<figcaption>{caption}</figcaption></figure>"
                 )
     if metrics:
@@ -80,8 +81,9 @@ def write_run_report(folder: Path, out: Path) -> None:
     for title, content in (("Recipe", run.recipe.plain()), ("Data", run.data), ("Environment", run.environment)):
         parts += [f"<h2>{title}</h2>", f"<pre>{_text(json.dumps(content, indent=2, ensure_ascii=False))}</pre>"]
     page = (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{_text(folder.resolve().name)}</title>'
-        f"<style>{STYLE}</style><body>{''.join(parts)}</body></html>\n"
+        '<!doctype html><html lang="en"><meta charset="utf-8">'
+        f'<meta name="viewport" content="width=device-width"><title>{_text(folder.resolve().name)}</title>'
+        f"<style>{STYLE}</style><body><main>{''.join(parts)}</main></body></html>\n"
     )
     with atomically(out) as stream:
         stream.write(page.encode())
@@ -93,6 +95,6 @@ def _text(value: Any) -> str:
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     lines = []
-    for tag, row in [("th", header), *(("td", row) for row in rows)]:
-        lines.append(f"<tr>{''.join(f'<{tag}>{_text(cell)}</{tag}>' for cell in row)}</tr>")
-    return f"<table>{''.join(lines)}</table>"
+    for opening, row in [('th scope="col"', header), *(("td", row) for row in rows)]:
+        lines.append(f"<tr>{''.join(f'<{opening}>{_text(cell)}</{opening[:2]}>' for cell in row)}</tr>")
+    return f'<div tabindex="0"><table>{"".join(lines)}</table></div>'

@@ -163,14 +163,13 @@ def draw(found: dict[str, list[dict[str, Any]]]) -> Figure:
     figure = Figure(figsize=(13, 4.4), layout="constrained")
     axes = figure.subplots(1, 3, sharey=True)
     titles = {"untargeted": "accuracy, untargeted", "targeted": "success, targeted", "black box": "accuracy, black box"}
-    colours = dict(zip(NETWORKS, ("#D55E00", "#0072B2", "#999999"), strict=True))
+    looks = dict(zip(NETWORKS, (("#D55E00", "s"), ("#0072B2", "o"), ("#767676", "^")), strict=True))
     for axis, (panel, title) in zip(axes, titles.items(), strict=True):
         for name, results in found.items():
             for attack, style in (("FGSM", "-"), ("BIM", "--")):
                 mean = torch.tensor([one[panel][attack] for one in results]).mean(dim=0)
-                axis.plot(
-                    EPSILONS, mean, style, color=colours[name], marker="o", markersize=3, label=f"{name}, {attack}"
-                )
+                colour, marker = looks[name]
+                axis.plot(EPSILONS, mean, style, color=colour, marker=marker, markersize=5, label=f"{name}, {attack}")
         axis.set_xscale("symlog", linthresh=EPSILONS[1])
         axis.set_xticks(EPSILONS, [f"{epsilon:g}" for epsilon in EPSILONS])
         axis.minorticks_off()

@@ -114,7 +114,7 @@ def run(study: Study) -> Outcome:
 
 def draw(found: dict[str, list[dict[str, Any]]]) -> Figure:
     """Draw one panel per measure, with one bar per layer."""
-    figure = Figure(figsize=(11, 4), layout="constrained")
+    figure = Figure(figsize=(13, 4), layout="constrained")
     axes = figure.subplots(1, 3)
     colours = ("#0072B2", "#999999", "#009E73", "#E69F00")
     for axis, measure, title in zip(
@@ -125,10 +125,10 @@ def draw(found: dict[str, list[dict[str, Any]]]) -> Figure:
     ):
         place, names = 0, []
         for (network, healths), colour in zip(found.items(), colours, strict=True):
-            for index, layer in enumerate(healths[0]):
+            for layer in healths[0]:
                 value = sum(one[layer][measure] for one in healths) / len(healths)
-                axis.barh(place, value, color=colour, label=network if not index else None)
-                names.append(layer.replace("_capsules", ""))
+                axis.barh(place, value, color=colour)
+                names.append(f"{network}: {layer.replace('_capsules', '')}" if axis is axes[0] else "")
                 place += 1
         axis.set_yticks(range(place), names, fontsize=8)
         axis.invert_yaxis()
@@ -137,5 +137,4 @@ def draw(found: dict[str, list[dict[str, Any]]]) -> Figure:
             axis.set_xscale("log")
         else:
             axis.set_xlim(0, 100 if measure == "dead" else 1)
-    axes[0].legend(fontsize=7)
     return figure

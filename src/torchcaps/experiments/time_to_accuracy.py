@@ -99,7 +99,7 @@ def draw(curves: dict[str, list[tuple[float, float]]], target: float) -> Figure:
     axis = figure.subplots()
     for (name, points), colour in zip(curves.items(), ("#0072B2", "#D55E00"), strict=True):
         axis.plot(*zip(*points, strict=True), color=colour, marker="o", markersize=3, linewidth=0.8, label=name)
-    axis.axhline(target, color="#999999", linewidth=0.8)
+    axis.axhline(target, color="#767676", linewidth=0.8, linestyle="--", label=f"target, {target:g} %")
     axis.set_xscale("log")
     lowest = min(points[-1][1] for points in curves.values())
     highest = max(accuracy for points in curves.values() for _, accuracy in points)

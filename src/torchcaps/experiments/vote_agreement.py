@@ -111,7 +111,9 @@ def draw(
                 axis.set_yticks([])
                 axis.tick_params(labelsize=7)
                 if row == 0:
-                    axis.set_title(caption(name, 12), fontsize=9, color=colours.get(label, "black"), parse_math=False)
+                    remark = {int(predicted[image]): " (predicted)", int(images.labels[image]): " (true)"}
+                    title = f"{caption(name, 12)}{remark.get(label, '')}"
+                    axis.set_title(title, fontsize=9, parse_math=False)
             axes[row, 1].set_ylabel(f"iteration {row + 1}", fontsize=9)
         axes[0, 0].imshow(shown.numpy(), cmap="gray")
         axes[0, 0].set_title(f"{outcome}ly classified", fontsize=9)

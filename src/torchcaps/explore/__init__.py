@@ -223,6 +223,11 @@ class View(NamedTuple):
         colours = torch.from_numpy(colormaps["coolwarm"](share.numpy())[..., :3]).float().permute(2, 0, 1)
         return enlarged(colours, spread_out=False, side=80 if len(pose) == 1 else SIDE)
 
+    def numbers(self) -> str:
+        """Write the pose of the predicted class as numbers, row by row, for those who cannot see the colours."""
+        rows = self.found.poses[self.found.best].tolist()
+        return "; ".join(" ".join(f"{value:.2f}" for value in row) for row in rows)
+
     def support(self, number: int, index: int) -> UInt8[np.ndarray, "H W 3"]:
         """Draw the support of class `index` in colour over the picture. The first iteration has the `number` 1."""
         from matplotlib import colormaps

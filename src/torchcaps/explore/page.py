@@ -32,7 +32,13 @@ TO_URL = """(network, rule, iterations, epsilon, number, category, instance, ele
     const state = {network, rule, iterations, epsilon, pass: number, category, instance, elevation, azimuth, lighting};
     history.replaceState(null, "", "?" + new URLSearchParams(state));
 }"""
-TAKE_BRUSH = """() => {
+CSS = """.picture > label {
+    position: static; width: fit-content; max-width: calc(100% - 2.5em); white-space: normal; overflow: visible;
+}
+body:not(.dark) button[role=tab][aria-selected=true] { color: #c2410c; }"""
+"""Puts the label of a picture above it instead of on it, and gives the selected tab the contrast of WCAG AA."""
+ON_LOAD = """() => {
+    document.querySelector("#message").setAttribute("aria-live", "polite");
     const wait = setInterval(() => {
         const brush = document.querySelector("#drawing button[aria-label=Brush]");
         if (brush) { brush.click(); clearInterval(wait); }
@@ -135,6 +141,7 @@ def build(explorer: Explorer) -> Any:
             view.support(number, names.index(chosen)),
             view.bars(),
             view.pose(),
+            escaped(view.numbers()),
             gr.Dropdown(choices=names, value=chosen),
             gr.Slider(maximum=max(2, passes), value=number),
             gr.Image(value=drawn, visible=drawable),
@@ -148,7 +155,7 @@ def build(explorer: Explorer) -> Any:
     def nothing(sentence: str) -> list[Any]:
         hidden = [gr.Slider(visible=False)] * SLIDERS
         unseen = gr.Image(value=None, visible=False)
-        return [sentence, None, None, None, None, gr.skip(), gr.skip(), unseen, None, *hidden]
+        return [sentence, None, None, None, None, "", gr.skip(), gr.skip(), unseen, None, *hidden]
 
     def show_support(state: Any, number: float, class_name: str | None) -> Any:
         if state is None:
@@ -212,7 +219,10 @@ def build(explorer: Explorer) -> Any:
             gr.Tab(visible=explorer.classifier(network).image_shape[0] == 2),
         ]
 
-    saved: dict[str, Any] = {"buttons": ["download"], "format": "png"}
+    def image(label: str, name: str, **options: Any) -> Any:
+        options |= {"buttons": ["download"], "format": "png"}
+        return gr.Image(label=label, alt_text=label, elem_id=name, elem_classes="picture", **options)
+
     with gr.Blocks(title="torchcaps", analytics_enabled=False, delete_cache=(3600, 3600)) as page:
         gr.Markdown(
             "# torchcaps\nDraw a digit or upload an image. The network predicts its class, and the pictures show which "
@@ -245,19 +255,17 @@ def build(explorer: Explorer) -> Any:
             with gr.Column(scale=2):
                 message = gr.Markdown(elem_id="message")
                 with gr.Row():
-                    picture = gr.Image(label="Input of the network", elem_id="picture", **saved)
-                    support = gr.Image(label="Parts of the image that support the class", elem_id="support", **saved)
+                    picture = image("Input of the network", "picture")
+                    support = image("Parts of the image that support the class", "support")
                 with gr.Row():
                     class_name = gr.Dropdown(label="Class whose support is shown", elem_id="class")
                     number = gr.Slider(1, 3, 3, step=1, label="Iteration whose support is shown", elem_id="pass")
-                bars = gr.Label(label="Score of each class", num_top_classes=10, elem_id="bars")
+                bars = gr.Label(label="Highest scores", num_top_classes=10, elem_id="bars")
                 with gr.Row():
-                    pose = gr.Image(
-                        label="Pose of the predicted class (blue: negative, red: positive)", elem_id="pose", **saved
-                    )
-                    reconstruction = gr.Image(
-                        label="Reconstruction from this pose", elem_id="reconstruction", visible=False, **saved
-                    )
+                    with gr.Column():
+                        pose = image("Pose of the predicted class (blue: negative, red: positive)", "pose")
+                        numbers = gr.Markdown(elem_id="numbers")
+                    reconstruction = image("Reconstruction from this pose", "reconstruction", visible=False)
                 with gr.Accordion("Change the pose, and see the reconstruction (networks with a decoder)", open=False):
                     poses = [
                         gr.Slider(
@@ -273,7 +281,7 @@ def build(explorer: Explorer) -> Any:
                     ]
         toy = [category, instance, elevation, azimuth, lighting]
         inputs = [network, source, drawing, file, rule, iterations, epsilon, number, class_name, *toy]
-        outputs = [message, picture, support, bars, pose, class_name, number, reconstruction, state, *poses]
+        outputs = [message, picture, support, bars, pose, numbers, class_name, number, reconstruction, state, *poses]
         quick: dict[str, Any] = {"show_progress": "hidden", "trigger_mode": "always_last"}
         to_url = {"fn": None, "inputs": [network, rule, iterations, epsilon, number, *toy], "js": TO_URL}
         for tab, name in ((draw_tab, "draw"), (file_tab, "file"), (toy_tab, "toy")):
@@ -289,7 +297,7 @@ def build(explorer: Explorer) -> Any:
         ).then(**to_url)
         for slider in poses:
             slider.input(draw_pose, [state, *poses], reconstruction, **quick)
-        page.load(None, js=TAKE_BRUSH)
+        page.load(None, js=ON_LOAD)
         page.load(
             from_url, None, [message, network, rule, iterations, epsilon, number, *toy, toy_tab], show_progress="hidden"
         )
@@ -317,7 +325,8 @@ def serve(explorer: Explorer, port: int, *, open_browser: bool = True) -> None:
                 enable_monitoring=False,
                 max_file_size="50mb",
                 footer_links=[],
-                theme=theme,
+                theme=theme.set(body_text_color_subdued="*neutral_600"),
+                css=CSS,
                 app_kwargs={"middleware": middleware},
             )
         except OSError as error:
