@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import torchcaps
+from torchcaps.models import MODELS
 
 ROOT = Path(torchcaps.__file__).parent
 REPOSITORY = Path(__file__).parents[1]
@@ -30,6 +31,8 @@ def test_a_module_imports_only_from_its_own_and_lower_layers():
             for module in modules:
                 parts = module.split(".")
                 if parts[0] == "torchcaps" and len(parts) > 1:
+                    missing = {own, parts[1]} - FLOORS.keys()
+                    assert not missing, f"add {missing} to the table of layers in CONTRIBUTING.md"
                     assert FLOORS[parts[1]] <= FLOORS[own], f"{path.name} imports {module}"
 
 
@@ -98,12 +101,15 @@ def test_a_rule_is_named_only_in_its_own_file_and_in_the_table_of_rules(name):
         place = path.relative_to(ROOT)
         if path.suffix in (".py", ".hpp", ".cpp") and place.as_posix() not in places and place.parts[0] not in papers:
             found += [f"{place}: {word}" for word in {name, rule.__name__} & words_of(path)]
-    assert not found
+    assert not found, f"move code for the rule {name!r} to its own file; if these words do not mean it, rename the rule"
     assert {name, rule.__name__} <= words_of(ROOT / "routing/choice.py")
+    assert f'| `"{name}"` |' in (REPOSITORY / "docs/concepts.md").read_text()
 
 
 def test_every_exported_name_exists():
     assert all(hasattr(torchcaps, name) for name in torchcaps.__all__)
     assert sorted(torchcaps.__all__) == sorted(torchcaps._MODULE_OF)
+    classes = {kind.__name__ for kind in (*torchcaps.ROUTINGS.values(), *MODELS.values())}
+    assert not classes - set(torchcaps.__all__), "add these classes to src/torchcaps/__init__.py and docs/api.md"
     reference = set(re.findall(r":: torchcaps\.(\w+)\n", (REPOSITORY / "docs" / "api.md").read_text()))
     assert not set(torchcaps.__all__) - reference

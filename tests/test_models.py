@@ -194,7 +194,7 @@ NETWORKS = [name for name in MODELS if HAS_TIMM or name != "timm-capsnet"]
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("shape", [(3, 17, 23), (1, 40, 20), (2, 33, 33)])
 def test_models_take_any_image_shape_and_class_count(name, shape):
-    model = create_model(name, image_shape=shape, num_classes=7, **SMALL[name])
+    model = create_model(name, image_shape=shape, num_classes=7, **SMALL.get(name, {}))
     prediction = model(torch.rand(2, *shape), torch.tensor([0, 6]))
     assert prediction.scores.shape == (2, 7)
     if prediction.reconstruction is not None:
@@ -203,14 +203,14 @@ def test_models_take_any_image_shape_and_class_count(name, shape):
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_scores_are_activations_unless_the_model_states_that_they_are_logits(name):
-    model = create_model(name, image_shape=(1, 28, 28), **SMALL[name]).eval()
+    model = create_model(name, image_shape=(1, 28, 28), **SMALL.get(name, {})).eval()
     scores = model(30 * torch.randn(8, 1, 28, 28)).scores
     assert bool(((scores >= 0) & (scores <= 1)).all()) is not model.logits
 
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_scores_of_an_image_do_not_depend_on_its_batch(name):
-    model = create_model(name, image_shape=(1, 28, 28), **SMALL[name]).eval()
+    model = create_model(name, image_shape=(1, 28, 28), **SMALL.get(name, {})).eval()
     images = torch.rand(3, 1, 28, 28)
     torch.testing.assert_close(model(images[1:2]).scores, model(images).scores[1:2], rtol=1e-4, atol=1e-5)
 
@@ -233,7 +233,7 @@ def test_unknown_models_and_options_are_refused_with_the_nearest_name():
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_loaded_models_have_the_saved_weights_and_options(name, tmp_path):
-    model = create_model(name, image_shape=(1, 28, 28), num_classes=4, **SMALL[name]).eval()
+    model = create_model(name, image_shape=(1, 28, 28), num_classes=4, **SMALL.get(name, {})).eval()
     model.save_pretrained(tmp_path / "saved")
     again = MODELS[name].from_pretrained(tmp_path / "saved").eval()
     images = torch.rand(2, 1, 28, 28)
@@ -245,7 +245,7 @@ def test_loaded_models_have_the_saved_weights_and_options(name, tmp_path):
 @pytest.mark.parametrize("name", ["capsnet", "matrix-capsnet", "pooled-capsnet", "self-routing-capsnet"])
 @pytest.mark.parametrize("rule", ROUTINGS)
 def test_every_model_is_trained_and_saved_with_every_rule(name, rule, tmp_path):
-    model = create_model(name, image_shape=(1, 20, 20), num_classes=3, routing=rule, **SMALL[name])
+    model = create_model(name, image_shape=(1, 20, 20), num_classes=3, routing=rule, **SMALL.get(name, {}))
     images, labels = torch.rand(3, 1, 20, 20), torch.tensor([0, 1, 2])
     optimizer = torch.optim.Adam(model.parameters())
     for _ in range(3):  # in the first step, some rules have gradients only for their own parameters

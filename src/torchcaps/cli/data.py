@@ -19,7 +19,10 @@ def data_list() -> None:
     """List the datasets."""
     from torchcaps.data import DATASETS
 
-    rows = [(name, f"{x.description}, {x.image_format}.", x.splits, x.source) for name, x in DATASETS.items()]
+    rows = [
+        (name, f"{', '.join(filter(None, (x.description, x.image_format)))}.", x.splits, x.source)
+        for name, x in DATASETS.items()
+    ]
     print_table(("name", "description", "splits", "source"), rows)
 
 
