@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from conftest import SMALL_CAPSNET, new_python
+from torchcaps.experiments import EXPERIMENTS
 from torchcaps.experiments.capsnet_table1 import WIDER
-from torchcaps.experiments.report import write_pages
+from torchcaps.experiments.report import write_pages, write_report
 from torchcaps.experiments.study import Study
 from torchcaps.models import create_model, routing_of
 from torchcaps.recipes import create_recipe
@@ -88,6 +89,15 @@ def test_tables_of_the_pages_equal_the_stored_results(tmp_path):
     write_pages(ROOT / "results", pages)
     for name, page in zip(PAGES_WITH_TABLES, pages, strict=True):
         assert page.read_text() == (ROOT / name).read_text(), f"{name}: run `make tables`"
+
+
+def test_the_page_of_all_experiments_equals_the_stored_results(tmp_path):
+    (tmp_path / "results").mkdir()
+    for path in (ROOT / "results").glob("*.json"):
+        shutil.copy(path, tmp_path / "results")
+    write_report(tmp_path / "results", tmp_path / "docs/experiments.md", EXPERIMENTS)
+    page = (ROOT / "docs/experiments.md").read_text()
+    assert (tmp_path / "docs/experiments.md").read_text() == page, "run `make tables`"
 
 
 ENTRIES = tomllib.loads((ROOT / "results/tables.toml").read_text())
