@@ -28,6 +28,7 @@ from torchcaps.chosen_epoch import best_epoch, check_best
 from torchcaps.classifier import Classifier
 from torchcaps.compilation import check_compiled
 from torchcaps.confusion import per_class, save_confusion, warn_of_one_prediction
+from torchcaps.convolution import use_channels_last
 from torchcaps.data import Images, Splits
 from torchcaps.data.files import write_json
 from torchcaps.devices import (
@@ -220,6 +221,7 @@ def new_module(
     with _SEEDED, _random_numbers_kept():
         torch.manual_seed(recipe.seed)
         model = _new_model(recipe, splits.train, one_per_batch=min(images, batch_size) == 1)
+        use_channels_last(model)
         module = module_class(model, recipe, classes, steps, weights)
     if module_class.loss_and_scores is not TrainingModule.loss_and_scores:
         if recipe.compile:

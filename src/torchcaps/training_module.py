@@ -18,7 +18,6 @@ from torchcaps.capsules import Prediction
 from torchcaps.checks import described
 from torchcaps.classifier import check_finite
 from torchcaps.confusion import ConfusionMatrix
-from torchcaps.convolution import use_channels_last
 from torchcaps.data import Images
 from torchcaps.errors import BadInput, Diverged
 from torchcaps.losses import LOSSES, balanced_class_weights, reconstruction_loss, spread_margin
@@ -60,7 +59,6 @@ class TrainingModule(lightning.LightningModule):
         super().__init__()
         self.model = model
         self.steps = steps
-        use_channels_last(model)
         self.recipe = recipe
         modules = [module for module in model.modules() if isinstance(module, Rule)]
         rules = [rule for rule in modules if isinstance(getattr(rule, "iterations", None), int)]
