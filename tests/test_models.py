@@ -245,7 +245,7 @@ def test_loaded_models_have_the_saved_weights_and_options(name, tmp_path):
 @pytest.mark.parametrize("name", ["capsnet", "matrix-capsnet", "pooled-capsnet", "self-routing-capsnet"])
 @pytest.mark.parametrize("rule", ROUTINGS)
 def test_every_model_is_trained_and_saved_with_every_rule(name, rule, tmp_path):
-    model = create_model(name, image_shape=(1, 20, 20), num_classes=3, routing=rule, **SMALL.get(name, {}))
+    model = create_model(name, image_shape=(1, 20, 20), num_classes=3, routing=rule, **SMALL[name])
     images, labels = torch.rand(3, 1, 20, 20), torch.tensor([0, 1, 2])
     optimizer = torch.optim.Adam(model.parameters())
     for _ in range(3):  # in the first step, some rules have gradients only for their own parameters

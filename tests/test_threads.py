@@ -64,6 +64,15 @@ def test_an_evaluation_and_predictions_of_a_network_in_training_mode_do_not_dist
 
 
 @pytest.mark.filterwarnings("ignore")  # of Lightning
+def test_an_evaluation_leaves_the_weights_where_they_are_in_memory():
+    """Another thread may be reading them."""
+    network = EfficientCapsNet((1, 28, 28), 3)
+    before = {name: value.data_ptr() for name, value in network.state_dict().items()}
+    evaluate(Classifier(network, NAMES, (1, 28, 28), Preprocessing()), images(4, 28))
+    assert {name: value.data_ptr() for name, value in network.state_dict().items()} == before
+
+
+@pytest.mark.filterwarnings("ignore")  # of Lightning
 def test_a_network_counts_as_trained_from_the_start_of_fit(tmp_path):
     refused = []
 
