@@ -29,7 +29,7 @@ def test_saved_statistics_are_averages_over_batches_of_training_images_with_the_
     recipe, splits = recipe_of(batch_norm_images=str(images)), even_digits()
     fit(recipe, splits, tmp_path)
     model = Classifier.from_pretrained(tmp_path).model
-    TrainingModule(model, recipe, 2)  # the memory order of the training: in another order, convolutions round otherwise
+    use_channels_last(model)  # as in training: in another memory order, convolutions round otherwise
     norms = {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
     assert len(norms) == 12
     seen = {name: [] for name in norms}
