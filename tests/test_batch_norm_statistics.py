@@ -8,6 +8,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from test_training import even_digits, train_whole_and_stopped, weights_equal
 from torchcaps import BadInput
 from torchcaps.classifier import Classifier
+from torchcaps.convolution import use_channels_last
 from torchcaps.recipes import create_recipe
 from torchcaps.split_batches import SplitBatches
 from torchcaps.training import fit
