@@ -23,6 +23,9 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 SLIDERS = 16
 """Largest number of sliders. Each slider changes one number of the pose of a class capsule."""
+VIEWS = 16
+"""Number of results that stay in memory."""
+PROMPT = "Draw a digit, or upload an image."
 POLICY = (
     "default-src 'self' data: blob: 'unsafe-inline' 'unsafe-eval'; connect-src 'self' data: blob:; "
     "font-src 'self' data:; object-src 'none'; base-uri 'self'; form-action 'self'; frame-ancestors 'none'"
@@ -72,35 +75,20 @@ def escaped(text: str) -> str:
     return re.sub(r"([\\`*_{}\[\]<>()#+!|&$~-])", r"\\\1", text)
 
 
-def build(explorer: Explorer) -> Any:
-    """Build the page that shows an explorer's networks."""
-    names = [*explorer.sources]
-    views: OrderedDict[Any, View] = OrderedDict()
-    lock = RLock()
+class Callbacks:
+    """Functions that compute the new values of the page's components after a control has changed.
 
-    def viewed(network: str, pixels: Any, rule: str, iterations: int, epsilon: float) -> View:
-        key = network, pixels.numpy().tobytes(), rule, iterations, epsilon
-        with lock:
-            view = views.get(key)
-            if view is None:
-                view = views[key] = explorer.view(network, pixels, rule, iterations, epsilon)
-                if len(views) > 16:
-                    views.popitem(last=False)
-        return view
+    Arguments:
+        explorer: the networks to explore.
+    """
 
-    def pixels_of(network: str, source: str, drawing: Any, file: str | None, toy: tuple[Any, ...]) -> Any:
-        if source == "file":
-            return None if file is None else explorer.read(network, file)
-        if source == "toy":
-            category, *numbers = toy
-            shape = explorer.classifier(network).image_shape
-            return toy_view(shape, CATEGORIES.index(category), *(int(number or 0) for number in numbers))
-        strokes = None if drawing is None else [layer[..., 3] for layer in drawing["layers"]]
-        if not strokes or not any(layer.any() for layer in strokes):
-            return None
-        return explorer.drawn(network, np.max(strokes, axis=0))
+    def __init__(self, explorer: Explorer) -> None:
+        self.explorer = explorer
+        self.views: OrderedDict[Any, View] = OrderedDict()
+        self.lock = RLock()
 
     def show(
+        self,
         network: str,
         source: str,
         drawing: Any,
@@ -112,28 +100,22 @@ def build(explorer: Explorer) -> Any:
         class_name: str | None,
         *toy: Any,
     ) -> list[Any]:
+        """Run the network on the image, and show all results; the support is that of the chosen class."""
         try:
-            rules = explorer.rules(network)
-            pixels = pixels_of(network, source, drawing, file, toy)
+            rules = self.explorer.rules(network)
+            pixels = self._pixels(network, source, drawing, file, toy)
             if pixels is None:
-                return nothing("Draw a digit, or upload an image.")
-            view = viewed(network, pixels, rule, int(iterations or 1) if rules.iterations else 0, epsilon or 0.0)
+                return _empty(PROMPT)
+            view = self._view(network, pixels, rule, int(iterations or 1) if rules.iterations else 0, epsilon or 0.0)
             pose = view.found.poses[view.found.best].flatten().tolist()
             drawable = view.found.reconstruction is not None
-            drawn = redrawn(explorer.classifier(network), view.found, pose) if drawable else None
+            drawn = redrawn(self.explorer.classifier(network), view.found, pose) if drawable else None
         except (BadInput, ValueError, RuntimeError, OSError) as error:
             said = str(error) if file is None else str(error).replace(file, Path(file).name)
-            return nothing(escaped(said))
+            return _empty(escaped(said))
         names = view.names()
         chosen = class_name if class_name in names else names[view.found.best]
         passes = len(view.found.support)
-        bound = max(1.0, *map(abs, pose))
-        sliders = [
-            gr.Slider(value=value, minimum=-bound, maximum=bound, visible=True)
-            if drawable and value is not None
-            else gr.Slider(visible=False)
-            for value in [*pose, *[None] * SLIDERS][:SLIDERS]
-        ]
         number = min(int(number or 1), passes)
         return [
             escaped(view.sentence()),
@@ -146,48 +128,45 @@ def build(explorer: Explorer) -> Any:
             gr.Slider(maximum=max(2, passes), value=number),
             gr.Image(value=drawn, visible=drawable),
             (network, view),
-            *sliders,
+            *_pose_sliders(pose if drawable else []),
         ]
 
-    def show_best(*given: Any) -> list[Any]:
-        return show(*given[:8], None, *given[9:])
+    def show_best(self, *values: Any) -> list[Any]:
+        """Do the same as `show`, with the support of the predicted class."""
+        return self.show(*values[:8], None, *values[9:])
 
-    def nothing(sentence: str) -> list[Any]:
-        hidden = [gr.Slider(visible=False)] * SLIDERS
-        unseen = gr.Image(value=None, visible=False)
-        return [sentence, None, None, None, None, "", gr.skip(), gr.skip(), unseen, None, *hidden]
-
-    def show_support(state: Any, number: float, class_name: str | None) -> Any:
+    def show_support(self, state: Any, number: float, class_name: str | None) -> Any:
+        """Show the support of another class or iteration."""
         if state is None:
             return None
         view = state[1]
         names = view.names()
         return view.support(int(number or 1), names.index(class_name) if class_name in names else view.found.best)
 
-    def draw_pose(state: Any, *pose: float) -> Any:
+    def draw_pose(self, state: Any, *pose: float) -> Any:
+        """Show the reconstruction from the pose on the sliders."""
         if state is None or state[1].found.reconstruction is None:
             return None
         network, view = state
         own = view.found.poses[view.found.best].flatten().tolist()
-        return redrawn(explorer.classifier(network), view.found, [*pose[: len(own)], *own[SLIDERS:]])
+        return redrawn(self.explorer.classifier(network), view.found, [*pose[: len(own)], *own[SLIDERS:]])
 
-    def choose(network: str) -> list[Any]:
+    def choose(self, network: str) -> list[Any]:
+        """Show the rule and the iterations of another network, and the tab with the toys if it reads stereo pairs."""
         try:
-            rules = explorer.rules(network)
+            rules = self.explorer.rules(network)
         except BadInput as error:
             return [gr.skip(), gr.skip(), gr.skip(), escaped(str(error))]
         return [
             gr.Dropdown(choices=rules.fitting, value=rules.own),
-            of_iterations(rules, rules.iterations),
-            gr.Tab(visible=explorer.classifier(network).image_shape[0] == 2),
+            _iterations_slider(rules, rules.iterations),
+            gr.Tab(visible=self._reads_toys(network)),
             gr.skip(),
         ]
 
-    def of_iterations(rules: Rules, value: int) -> Any:
-        return gr.Slider(value=max(1, value), maximum=max(7, rules.iterations), visible=rules.iterations > 0)
-
-    def from_url(request: gr.Request) -> list[Any]:
-        asked = dict(request.query_params)
+    def from_url(self, request: gr.Request) -> list[Any]:
+        """Set the controls to the values in the URL. An unknown or invalid value is replaced by the default."""
+        asked, names = dict(request.query_params), [*self.explorer.sources]
 
         def whole(key: str, default: int, values: Any) -> int:
             value = asked.get(key, "")
@@ -196,7 +175,7 @@ def build(explorer: Explorer) -> Any:
         network = asked.get("network", names[0])
         network = network if network in names else names[0]
         try:
-            rules = explorer.rules(network)
+            rules = self.explorer.rules(network)
         except BadInput as error:
             return [escaped(str(error)), network, *[gr.skip()] * 10]
         rule = asked.get("rule", rules.own)
@@ -205,10 +184,10 @@ def build(explorer: Explorer) -> Any:
         iterations = whole("iterations", rules.iterations, range(1, max(8, rules.iterations + 1)))
         number = whole("pass", 3, range(1, 8))
         return [
-            "Draw a digit, or upload an image.",
+            PROMPT,
             network,
             gr.Dropdown(choices=rules.fitting, value=rule if rule in rules.fitting else rules.own),
-            of_iterations(rules, iterations),
+            _iterations_slider(rules, iterations),
             min(0.3, float(epsilon)) if re.fullmatch(r"[0-9](\.[0-9]{0,3})?", epsilon) else 0.0,
             gr.Slider(value=number, maximum=max(3, number)),
             category if category in CATEGORIES else CATEGORIES[0],
@@ -216,13 +195,59 @@ def build(explorer: Explorer) -> Any:
             whole("elevation", 4, ELEVATIONS),
             whole("azimuth", 0, AZIMUTHS),
             whole("lighting", 0, LIGHTINGS),
-            gr.Tab(visible=explorer.classifier(network).image_shape[0] == 2),
+            gr.Tab(visible=self._reads_toys(network)),
         ]
 
-    def image(label: str, name: str, **options: Any) -> Any:
-        options |= {"buttons": ["download"], "format": "png"}
-        return gr.Image(label=label, alt_text=label, elem_id=name, elem_classes="picture", **options)
+    def _view(self, network: str, pixels: Any, rule: str, iterations: int, epsilon: float) -> View:
+        key = network, pixels.numpy().tobytes(), rule, iterations, epsilon
+        with self.lock:
+            view = self.views.get(key)
+            if view is None:
+                view = self.views[key] = self.explorer.view(network, pixels, rule, iterations, epsilon)
+                if len(self.views) > VIEWS:
+                    self.views.popitem(last=False)
+        return view
 
+    def _pixels(self, network: str, source: str, drawing: Any, file: str | None, toy: tuple[Any, ...]) -> Any:
+        if source == "file":
+            return None if file is None else self.explorer.read(network, file)
+        if source == "toy":
+            category, *numbers = toy
+            shape = self.explorer.classifier(network).image_shape
+            return toy_view(shape, CATEGORIES.index(category), *(int(number or 0) for number in numbers))
+        strokes = None if drawing is None else [layer[..., 3] for layer in drawing["layers"]]
+        if not strokes or not any(layer.any() for layer in strokes):
+            return None
+        return self.explorer.drawn(network, np.max(strokes, axis=0))
+
+    def _reads_toys(self, network: str) -> bool:
+        return self.explorer.classifier(network).image_shape[0] == 2
+
+
+def _empty(message: str) -> list[Any]:
+    """Show a message instead of results."""
+    no_picture = gr.Image(value=None, visible=False)
+    return [message, None, None, None, None, "", gr.skip(), gr.skip(), no_picture, None, *_pose_sliders([])]
+
+
+def _pose_sliders(pose: list[float]) -> list[Any]:
+    bound = max([1.0, *map(abs, pose)])
+    shown = [gr.Slider(value=value, minimum=-bound, maximum=bound, visible=True) for value in pose[:SLIDERS]]
+    return shown + [gr.Slider(visible=False)] * (SLIDERS - len(shown))
+
+
+def _iterations_slider(rules: Rules, value: int) -> Any:
+    return gr.Slider(value=max(1, value), maximum=max(7, rules.iterations), visible=rules.iterations > 0)
+
+
+def _image(label: str, name: str, **options: Any) -> Any:
+    options |= {"buttons": ["download"], "format": "png"}
+    return gr.Image(label=label, alt_text=label, elem_id=name, elem_classes="picture", **options)
+
+
+def build(explorer: Explorer) -> Any:
+    """Build the page that shows an explorer's networks."""
+    names, callbacks = [*explorer.sources], Callbacks(explorer)
     with gr.Blocks(title="torchcaps", analytics_enabled=False, delete_cache=(3600, 3600)) as page:
         gr.Markdown(
             "# torchcaps\nDraw a digit or upload an image. The network predicts its class, and the pictures show which "
@@ -255,17 +280,17 @@ def build(explorer: Explorer) -> Any:
             with gr.Column(scale=2):
                 message = gr.Markdown(elem_id="message")
                 with gr.Row():
-                    picture = image("Input of the network", "picture")
-                    support = image("Parts of the image that support the class", "support")
+                    picture = _image("Input of the network", "picture")
+                    support = _image("Parts of the image that support the class", "support")
                 with gr.Row():
                     class_name = gr.Dropdown(label="Class whose support is shown", elem_id="class")
                     number = gr.Slider(1, 3, 3, step=1, label="Iteration whose support is shown", elem_id="pass")
                 bars = gr.Label(label="Highest scores", num_top_classes=10, elem_id="bars")
                 with gr.Row():
                     with gr.Column():
-                        pose = image("Pose of the predicted class (blue: negative, red: positive)", "pose")
+                        pose = _image("Pose of the predicted class (blue: negative, red: positive)", "pose")
                         numbers = gr.Markdown(elem_id="numbers")
-                    reconstruction = image("Reconstruction from this pose", "reconstruction", visible=False)
+                    reconstruction = _image("Reconstruction from this pose", "reconstruction", visible=False)
                 with gr.Accordion("Change the pose, and see the reconstruction (networks with a decoder)", open=False):
                     poses = [
                         gr.Slider(
@@ -283,24 +308,23 @@ def build(explorer: Explorer) -> Any:
         inputs = [network, source, drawing, file, rule, iterations, epsilon, number, class_name, *toy]
         outputs = [message, picture, support, bars, pose, numbers, class_name, number, reconstruction, state, *poses]
         quick: dict[str, Any] = {"show_progress": "hidden", "trigger_mode": "always_last"}
-        to_url = {"fn": None, "inputs": [network, rule, iterations, epsilon, number, *toy], "js": TO_URL}
+        in_url = [network, rule, iterations, epsilon, number, *toy]
+        to_url = {"fn": None, "inputs": in_url, "js": TO_URL}
         for tab, name in ((draw_tab, "draw"), (file_tab, "file"), (toy_tab, "toy")):
-            tab.select(lambda name=name: name, None, source, **quick).then(show_best, inputs, outputs, **quick)
+            selected = tab.select(lambda name=name: name, None, source, **quick)
+            selected.then(callbacks.show_best, inputs, outputs, **quick)
         for new_image in (drawing.change, file.change, category.input, instance.input):
-            new_image(show_best, inputs, outputs, **quick).then(**to_url)
+            new_image(callbacks.show_best, inputs, outputs, **quick).then(**to_url)
         for changed in (rule, iterations, epsilon, elevation, azimuth, lighting):
-            changed.input(show, inputs, outputs, **quick).then(**to_url)
+            changed.input(callbacks.show, inputs, outputs, **quick).then(**to_url)
         for changed in (class_name, number):
-            changed.input(show_support, [state, number, class_name], support, **quick).then(**to_url)
-        network.input(choose, network, [rule, iterations, toy_tab, message], **quick).then(
-            show_best, inputs, outputs, **quick
-        ).then(**to_url)
+            changed.input(callbacks.show_support, [state, number, class_name], support, **quick).then(**to_url)
+        chosen = network.input(callbacks.choose, network, [rule, iterations, toy_tab, message], **quick)
+        chosen.then(callbacks.show_best, inputs, outputs, **quick).then(**to_url)
         for slider in poses:
-            slider.input(draw_pose, [state, *poses], reconstruction, **quick)
+            slider.input(callbacks.draw_pose, [state, *poses], reconstruction, **quick)
         page.load(None, js=ON_LOAD)
-        page.load(
-            from_url, None, [message, network, rule, iterations, epsilon, number, *toy, toy_tab], show_progress="hidden"
-        )
+        page.load(callbacks.from_url, None, [message, *in_url, toy_tab], show_progress="hidden")
     return page
 
 
