@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from problems import MAPS, full_problem
 from torchcaps import Agreement, Capsules, MatrixCapsNet, Routing, RoutingMap, Votes, dynamic_routing, em_routing
-from torchcaps.kernels import _cpu
+from torchcaps.kernels import _cpu, _warn_of_reference
 from torchcaps.kernels import moments as operators
 
 pytestmark = pytest.mark.skipif(_cpu is None, reason="the fused kernels are not built")
@@ -100,7 +100,11 @@ def test_inputs_that_the_kernels_do_not_support_are_refused_or_run_on_the_refere
         ValueError, match=r'"fused" does not support this call \(there are no fused kernels for poses of more than 64'
     ):
         Votes(*case[:3], MAPS["dense"], backend="fused")
-    assert Votes(*case[:3], MAPS["dense"]).moments().mean.shape == (3, 1, 4, 5, 13)
+    _warn_of_reference.cache_clear()
+    Votes(*case[:3], MAPS["dense"], backend="reference")
+    with pytest.warns(UserWarning, match="more than 64 numbers: routing stores all votes and is slower"):
+        assert Votes(*case[:3], MAPS["dense"]).moments().mean.shape == (3, 1, 4, 5, 13)
+    Votes(*case[:3], MAPS["dense"])  # the same reason is given once
     with pytest.raises(ValueError, match="backend must be one of auto, reference, fused; got 'fast'"):
         Votes(*case[:3], MAPS["dense"], backend="fast")
     with pytest.raises(ValueError, match=r"'linear' in the agreement must have shape \[3, 1, 4, 5, 13\]"):

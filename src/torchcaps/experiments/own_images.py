@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import cycle
+from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -15,6 +16,8 @@ LARGEST = 32
 
 Images of a folder or table are resized to this size.
 """
+HELD_OUT = 0.3
+"""Fraction of the training images of a folder or table that is held out for validation: enough to choose a recipe."""
 PRETRAINED = "timm-capsnet-images"
 """Recipe that is left out, because it is meant for the weights that timm publishes."""
 
@@ -23,21 +26,23 @@ def run(study: Study) -> Outcome:
     """Train each recipe on a small part of a dataset, and measure its accuracy on validation and test images."""
     source = study.data or study.choose("mnist-5k", "fashion-mnist", "fashion-mnist")
     images, tested, epochs = study.choose((500, 500, 10), (1_000, 10_000, 30), (5_000, 10_000, 30))
-    options = {} if source in DATASETS else {"image_size": LARGEST}
+    own: dict[str, Any] = {"data": source}
+    if source not in DATASETS:
+        own |= {"data_options": {"image_size": LARGEST}, "validation_fraction": HELD_OUT}
     every = [make() for name, make in RECIPES.items() if name != PRETRAINED]
     recipes = [recipe for recipe in every if recipe.data == OWN_IMAGES]
     found: dict[str, list[dict[str, float]]] = {}
     curves: dict[str, list[tuple[float, ...]]] = {}
     for seed in range(study.seeds):
-        for own in recipes:
-            recipe = replace(own, data=source, data_options=options, seed=seed, epochs=epochs)
+        for given in recipes:
+            recipe = replace(given, seed=seed, epochs=epochs, **own)
             splits = study.splits(recipe, images, tested)
-            if own.model == "capsnet" and max(splits.train.image_shape[1:]) > LARGEST:
+            if recipe.model == "capsnet" and max(splits.train.image_shape[1:]) > LARGEST:
                 continue
-            folder = part(own.name, seed)
-            found.setdefault(own.name, []).append(study.trained(folder, recipe, splits)[1])
+            folder = part(recipe.name, seed)
+            found.setdefault(recipe.name, []).append(study.trained(folder, recipe, splits)[1])
             if not seed:
-                curves[own.name] = study.epoch_metrics(folder, "epoch", "validation_accuracy_percent")
+                curves[recipe.name] = study.epoch_metrics(folder, "epoch", "validation_accuracy_percent")
     rows = [
         Row(f"{name}: {split} accuracy", [metrics[f"{split}_accuracy_percent"] for metrics in runs])
         for split in ("validation", "test")

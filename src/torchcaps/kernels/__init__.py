@@ -1,6 +1,7 @@
 """Fused kernels, which route without storing votes, and the choice between them and the reference implementation."""
 
 import sys
+import warnings
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -23,6 +24,13 @@ except ImportError as error:
     ) from error
 _TRITON = find_spec("triton") is not None
 MOST_NUMBERS = 64
+NOT_BUILT = "this installation was built without the fused kernels"
+IN_ONNX = "ONNX has no operators for the fused kernels"
+IN_TRACE = "the fused kernels do not support torch.jit.trace"
+IN_TORCH_FUNC = "the fused kernels do not support torch.func or forward-mode differentiation"
+NO_VALUES = "there are no fused kernels for meta"
+CHOSEN = (NOT_BUILT, NO_VALUES, IN_ONNX, IN_TRACE, IN_TORCH_FUNC)
+"""Reasons for the reference implementation that follow from a choice of the user, and need no warning."""
 CPU_DTYPES = (torch.float32, torch.float64)
 GPU_DTYPES = (*CPU_DTYPES, torch.bfloat16, torch.float16)
 
@@ -60,14 +68,29 @@ def chosen_fused(backend: Backend, obstacle: str | None) -> bool:
 
     Raises:
         ValueError: `backend` is not one of the known backends, or is ``fused`` although `obstacle` is given.
+
+    Warns:
+        UserWarning: `backend` is ``auto``, and the fused kernels do not support this device, dtype or pose size. Each
+            reason is given once per process.
     """
     check_choice("backend", backend, BACKENDS)
     if backend == "fused" and obstacle is not None:
         raise ValueError(f'backend "fused" does not support this call ({obstacle}): use "auto" or "reference"')
+    if backend == "auto" and obstacle not in (None, *CHOSEN) and not is_compiling():
+        _warn_of_reference(obstacle)
     fused = backend != "reference" and obstacle is None
     if fused and not is_compiling():
         let_flops_be_counted()
     return fused
+
+
+@cache
+def _warn_of_reference(obstacle: str) -> None:
+    """Warn once for each reason that routing runs on the reference implementation."""
+    warnings.warn(
+        f'{obstacle}: routing stores all votes and is slower; backend="reference" does the same without this warning',
+        stacklevel=2,
+    )
 
 
 def kernels_read(dtype: torch.dtype, on_cpu: bool) -> bool:
@@ -87,7 +110,7 @@ def obstacle(pose: Tensor, transform: Tensor, dtype: torch.dtype) -> str | None:
     if not on_cpu and not pose.is_cuda:
         return f"there are no fused kernels for {pose.device.type}"
     if on_cpu and _cpu is None:
-        return "this installation was built without the fused kernels"
+        return NOT_BUILT
     if not on_cpu and not _TRITON:
         return "triton is not installed"
     # torch.compile cannot trace the question for the capability. Inductor refuses NVIDIA GPUs below 7.0 itself.
@@ -100,11 +123,11 @@ def obstacle(pose: Tensor, transform: Tensor, dtype: torch.dtype) -> str | None:
     if pose.shape[3] * max(transform.shape[3:]) > MOST_NUMBERS:
         return f"there are no fused kernels for poses of more than {MOST_NUMBERS} numbers"
     if in_onnx_export():
-        return "ONNX has no operators for the fused kernels"
+        return IN_ONNX
     if torch.jit.is_tracing():
-        return "the fused kernels do not support torch.jit.trace"
+        return IN_TRACE
     if in_torch_func():
-        return "the fused kernels do not support torch.func or forward-mode differentiation"
+        return IN_TORCH_FUNC
     return None
 
 
