@@ -20,9 +20,10 @@ from torchcaps.experiments.capsnet_table1 import WIDER
 from torchcaps.experiments.report import write_pages, write_report
 from torchcaps.experiments.study import Study
 from torchcaps.models import create_model, routing_of
-from torchcaps.recipes import create_recipe
+from torchcaps.recipes import OWN_IMAGES, RECIPES, create_recipe
 
 ROOT = Path(__file__).parents[1]
+DATASET_NAMES = {"CIFAR-10": "cifar-10", "CIFAR-100": "cifar-100", "SVHN": "svhn", "smallNORB": "smallnorb"}
 BLOCKS = {
     page: re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -136,9 +137,31 @@ def test_the_command_of_a_result_gives_the_recipe_stored_in_its_folder(command, 
 def test_every_run_in_the_readme_is_also_on_the_page_results():
     shown = {run for entry in ENTRIES["networks"] for run in entry["runs"]}
     shown |= {entry["what"] for entry in ENTRIES["renderings"]}
+    shown |= {run for entry in ENTRIES["longer_renderings"] for runs in entry["runs"] for run in runs}
     for entry in ENTRIES["highlights"]:
-        runs = entry.get("runs", [])
-        assert {runs} <= shown if isinstance(runs, str) else set(runs) <= shown
+        for runs in [entry[key] for key in ("runs", "cnn_runs") if key in entry]:
+            for group in [runs] if isinstance(runs, str) else runs:  # a run, or the runs on a rendering
+                assert {group} <= shown if isinstance(group, str) else set(group) <= shown
+
+
+def test_the_table_of_weights_agrees_with_the_model_cards():
+    page, folders = (ROOT / "docs" / "own-images.md").read_text(), sorted((ROOT / "weights").iterdir())
+    rows = dict(re.findall(r"^\| `weights/([\w-]+)` \| (.*) \|$", page, re.MULTILINE))
+    assert sorted(rows) == [folder.name for folder in folders]
+    for folder in folders:
+        card = (folder / "README.md").read_text()
+        parameters, accuracy = re.search(r"([\d,]+) parameters", card), re.search(r"accuracy \| ([\d.]+ %)", card)
+        assert rows[folder.name].endswith(f"| {parameters[1]} | {accuracy[1]}")
+
+
+def test_the_page_on_papers_names_the_recipes_without_a_stored_run():
+    page = (ROOT / "docs" / "reproduce.md").read_text()
+    stored = {json.loads(path.read_text())["recipe"]["name"] for path in (ROOT / "results").glob("*/recipe.json")}
+    without = [name for name, make in RECIPES.items() if name not in stored and make().data != OWN_IMAGES]
+    said = re.search(r"No recipe for (.*?) has a stored\srun, and neither have (.*?):", page, re.DOTALL)
+    datasets = {DATASET_NAMES[name] for name in re.split(", | or ", said[1])}
+    assert all(RECIPES[name]().data in datasets or f"`{name}`" in said[2] for name in without)
+    assert not [name for name in stored if RECIPES[name]().data in datasets or f"`{name}`" in said[2]]
 
 
 def test_the_site_is_built_without_a_warning(tmp_path):
