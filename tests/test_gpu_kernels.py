@@ -15,6 +15,8 @@ from torchcaps.routing.votes import Agreement, Votes
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 Reference = partial(Votes, backend="reference")
+SEVERAL_BLOCKS = pytest.param("matrix", 17, marks=() if torch.cuda.is_available() else pytest.mark.slow)
+"""Votes of 4×4 for 17 parent types need several blocks of the kernels. In the interpreter, so do those for 5 types."""
 SUBSETS = [parts for count in range(5) for parts in combinations(PARTS, count)]
 
 
@@ -99,9 +101,8 @@ def test_every_routing_map_equals_the_reference(device, routing_map, competition
     compare(device, problem(routing_map), routing_map, one_pass, competition=competition)
 
 
-@pytest.mark.parametrize(("pose", "parent_types"), [("vector", 1), ("matrix", 5), ("odd", 5), ("matrix", 17)])
+@pytest.mark.parametrize(("pose", "parent_types"), [("vector", 1), ("matrix", 5), ("odd", 5), SEVERAL_BLOCKS])
 def test_votes_of_every_shape_equal_the_reference(device, pose, parent_types):
-    """A batch of five with votes of 4×4 for 17 parent types is larger than one block of the kernels."""
     compare(device, problem(SMALL, parent_types, pose, batch=5), SMALL, one_pass)
 
 
