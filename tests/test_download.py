@@ -20,7 +20,7 @@ from torchcaps.errors import BadInput
 
 CONTENT = np.random.default_rng(0).bytes(300_000)
 RIGHT = md5(CONTENT).hexdigest()
-ZIPPED = gzip.compress(CONTENT)
+ZIPPED = gzip.compress(CONTENT, mtime=0)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -87,7 +87,7 @@ def left(tmp_path) -> list[str]:
     return sorted(file.name for file in tmp_path.rglob("*") if file.is_file())
 
 
-@pytest.mark.parametrize(("file", "stored"), [("raw", CONTENT), ("zipped.gz", ZIPPED)])
+@pytest.mark.parametrize(("file", "stored"), [("raw", CONTENT), ("zipped.gz", ZIPPED)], ids=["raw", "zipped"])
 def test_a_file_is_downloaded_completely(get, tmp_path, file, stored):
     assert get("good", file=file).read_bytes() == stored
     assert left(tmp_path) == [file]
