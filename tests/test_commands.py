@@ -282,6 +282,18 @@ for name in ("training", "evaluation"):
     ], done.stderr
 
 
+def test_a_torchvision_for_another_version_of_torch_is_named_in_one_line(tmp_path):
+    (tmp_path / "torchvision").mkdir()
+    (tmp_path / "torchvision" / "__init__.py").write_text('raise RuntimeError("operator torchvision::nms is missing")')
+    (tmp_path / "torchvision-0.1.dist-info").mkdir()
+    (tmp_path / "torchvision-0.1.dist-info" / "METADATA").write_text("Name: torchvision\nVersion: 0.1\n")
+    environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    words = [*COMMAND, "train", "capsnet-mnist-5k", "--dry-run"]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: torchvision does not fit this version of torch (operator torchvision::nms is")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has its own kernels")
 def test_benchmarks_need_the_fused_kernels(refused, monkeypatch):
     monkeypatch.setattr(kernels, "_cpu", None)

@@ -121,9 +121,9 @@ def test_weights_of_a_network_with_other_classes_are_loaded(backbone, tmp_path):
 @pytest.mark.parametrize(
     ("backbone", "stride", "shape", "says"),
     [
-        ("vit_tiny_patch16_224", 16, (3, 60, 40), r"first 48×32 pixels of images of 60×40; .* 64×48 .*=\[64,48\]\)"),
-        ("mixer_s16_224", 16, (1, 30, 30), r"first 16×16 pixels of images of 30×30; .* 32×32 .*=32\)"),
-        ("convnext_atto", 8, (3, 62, 62), r"first 60×60 pixels of images of 62×62; .* 64×64 .*=64\)"),
+        ("vit_tiny_patch16_224", 16, (3, 60, 40), r"first 48×32 pixels of images of 60×40: .* 64×48 .*=\[64,48\]\)"),
+        ("mixer_s16_224", 16, (1, 30, 30), r"first 16×16 pixels of images of 30×30: .* 32×32 .*=32\)"),
+        ("convnext_atto", 8, (3, 62, 62), r"first 60×60 pixels of images of 62×62: .* 64×64 .*=64\)"),
         ("inception_v3", 16, (3, 96, 96), r"pixels of images of 96×96$"),
     ],
 )

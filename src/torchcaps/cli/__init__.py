@@ -91,7 +91,7 @@ def _run(interrupt: "_OneInterrupt") -> int:
 
         return app(standalone_mode=False) or 0
     except ModuleNotFoundError as error:
-        if error.name not in ("typer", "rich", "lightning", "torchmetrics", "matplotlib", "tensorboard", "filelock"):
+        if error.name not in ("typer", "rich", "lightning", "torchmetrics", "matplotlib", "tensorboard"):
             raise
         return _refuse(f"the command torchcaps needs {error.name}: pip install 'torchcaps[train]'")
     except Interrupted:
@@ -102,6 +102,10 @@ def _run(interrupt: "_OneInterrupt") -> int:
         unusable_kernels = isinstance(error, ImportError) and error.name == "torchcaps.kernels._cpu"
         if unusable_kernels or isinstance(error, BadInput | OSError):
             return _refuse(str(error))
+        if isinstance(error, RuntimeError) and "operator torchvision::" in str(error):  # torchmetrics imports it
+            return _refuse(
+                f"torchvision does not fit this version of torch ({error}): install both again, or uninstall it"
+            )
         if not hasattr(error, "format_message"):
             raise
         if type(error).__name__ == "NoArgsIsHelpError":
