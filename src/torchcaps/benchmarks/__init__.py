@@ -29,6 +29,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 """Device of the benchmarks of routing, memory and training steps."""
 SCALE = 8 if DEVICE == "cuda" else 1
 """Factor on the batch size in the benchmarks of routing. A small batch would leave most of a GPU idle."""
+HATCHES = ("", "///", "...", "xxx", "---")
+"""Patterns of bars, which can be distinguished without their colours."""
 
 
 def compare(
@@ -88,10 +90,11 @@ def draw_times(rows: Sequence[Mapping[str, Any]]) -> "Figure":
     figure = Figure(figsize=(9, 1 + (0.1 + 0.13 * len(names)) * len(cases)), layout="constrained")
     axes = figure.subplots()
     height = 0.8 / len(names)
-    for place, (name, style) in enumerate(zip(names, cycle(STYLES), strict=False)):
+    for place, (name, style, hatch) in enumerate(zip(names, cycle(STYLES), cycle(HATCHES), strict=False)):
         own = {row["case"]: row["ratio"] for row in rows if row["implementation"] == name}
         places = [cases.index(case) + place * height for case in own]
-        axes.barh(places, [*own.values()], height, align="edge", label=name, color=style["color"])
+        look = {"facecolor": style["color"], "hatch": hatch, "edgecolor": "white", "linewidth": 0}
+        axes.barh(places, [*own.values()], height, align="edge", label=name, **look)
         for y, ratio in zip(places, own.values(), strict=True):
             axes.text(ratio, y + height / 2, f" {ratio:.2g}", va="center", fontsize=7)
     axes.set_yticks([place + 0.4 for place in range(len(cases))], cases)
