@@ -1,6 +1,6 @@
 """The command `torchcaps`. This module defines some of its subcommands, and imports the others."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -143,13 +143,8 @@ def train(
     from torchcaps.run_folder import check_run, existing_run, finished
     from torchcaps.training import fit, new_module
 
-    changes = dict(setting(text) for text in settings or [])
-    flags = {"data": data, "epochs": epochs, "batch_size": batch_size, "learning_rate": lr, "seed": seed}
-    flags |= {"precision": precision, "pretrained": pretrained}
-    for key, value in flags.items():
-        if value is not None and changes.setdefault(key, str(value)) != str(value):
-            option = TRAIN_OPTIONS.get(key, "--from")
-            raise BadInput(f"--set {key}={changes[key]} and {option} {value} change the same setting: leave one out")
+    options = {"data": data, "epochs": epochs, "batch_size": batch_size, "learning_rate": lr, "seed": seed}
+    changes = changed_settings(settings or [], options | {"precision": precision, "pretrained": pretrained})
     keep_freed_memory()
     chosen = create_recipe(recipe, changes)
     if chosen.data == OWN_IMAGES and "data" not in changes:
@@ -204,27 +199,46 @@ def train(
                 print(load_matching(module.model, chosen, splits.train.class_names), flush=True)
             on_start(module, max(0, chosen.epochs - trained))
             return
-        options: dict[str, Any] = {"devices": devices, "workers": workers, "resume": resume, "logger": logger}
-        metrics = fit(chosen, splits, folder, **options, test=not no_test, on_start=on_start)
+        how: dict[str, Any] = {"devices": devices, "workers": workers, "resume": resume, "logger": logger}
+        metrics = fit(chosen, splits, folder, **how, test=not no_test, on_start=on_start)
     except KeyboardInterrupt:
         begun = not dry_run and (folder / "recipe.json").exists()
         raise Interrupted(
             f"run the same command with --resume to continue in {folder}" if begun else "nothing was written"
         ) from None
     if first_process():
-        classes, split = metrics.pop("classes"), metrics["evaluated_split"]
-        rows = [(key, f"{value:,}" if isinstance(value, int | float) else value) for key, value in metrics.items()]
-        print_table(("result", chosen.name), rows, title=str(folder))
-        if classes is not None:
-            print_classes(classes)
-        for name, what in (
-            ("curves.png", "learning curves"),
-            ("confusion.png", "confusion matrix"),
-            ("worst.png", f"{split} images with the worst scores"),
-            ("reconstructions.png", "images and reconstructions"),
-        ):
-            if (folder / name).exists():
-                print(f"{what}: {folder / name}")
+        print_result(metrics, chosen.name, folder)
+
+
+def changed_settings(settings: Sequence[str], options: Mapping[str, Any]) -> dict[str, str]:
+    """Return the settings that `--set` and the other options change, and their values as text.
+
+    Raises:
+        BadInput: both give a setting different values.
+    """
+    changes = dict(setting(text) for text in settings)
+    for key, value in options.items():
+        if value is not None and changes.setdefault(key, str(value)) != str(value):
+            option = TRAIN_OPTIONS.get(key, "--from")
+            raise BadInput(f"--set {key}={changes[key]} and {option} {value} change the same setting: leave one out")
+    return changes
+
+
+def print_result(metrics: dict[str, Any], name: str, folder: Path) -> None:
+    """Print the metrics of a finished run, and the pictures in its folder."""
+    classes, split = metrics.pop("classes"), metrics["evaluated_split"]
+    rows = [(key, f"{value:,}" if isinstance(value, int | float) else value) for key, value in metrics.items()]
+    print_table(("result", name), rows, title=str(folder))
+    if classes is not None:
+        print_classes(classes)
+    for file, what in (
+        ("curves.png", "learning curves"),
+        ("confusion.png", "confusion matrix"),
+        ("worst.png", f"{split} images with the worst scores"),
+        ("reconstructions.png", "images and reconstructions"),
+    ):
+        if (folder / file).exists():
+            print(f"{what}: {folder / file}")
 
 
 app.command()(evaluate)
