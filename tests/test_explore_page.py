@@ -177,3 +177,15 @@ def test_an_upload_that_cannot_be_read_causes_one_sentence(page, tmp_path):
         assert "Traceback" not in said
         page.locator("#file").get_by_role("button", name=re.compile("clear|remove", re.I)).first.click()
         prediction_of(page, "Draw a digit, or upload an image.")
+
+
+def test_results_are_computed_one_after_the_other():
+    """Otherwise an older result could replace a newer one."""
+    from torchcaps.explore import Explorer
+    from torchcaps.explore.page import build
+
+    queues = {}
+    for function in build(Explorer({"one": Path()})).fns.values():
+        queues.setdefault(function.name, set()).add(function.concurrency_id)
+    assert queues["show"] == queues["show_best"] == queues["show_support"] == {"result"}
+    assert queues["draw_pose"] == {"pose"}

@@ -220,13 +220,13 @@ def test_scores_and_speed_are_compared_on_given_images(tmp_path):
 def test_a_compiled_package_runs_in_the_cpp_program_of_the_documentation(tmp_path):
     if not (shutil.which("cmake") and shutil.which("g++")):
         pytest.skip("needs cmake and g++")
-    classifier = classifier_of("capsnet", (1, 28, 28), Preprocessing(), decoder=False)
+    classifier = classifier_of("capsnet", (3, 32, 32), Preprocessing(), decoder=False)
     classifier.model.class_capsules.transform.data *= 60  # scores well above 0
-    found = export_classifier(classifier, tmp_path / "model.pt2", "aoti")
+    found = export_classifier(classifier, tmp_path / "photos-compiled.pt2", "aoti")
     assert (found.runtime, found.same_classes) == ("AOTInductor", 6)
-    package = torch._inductor.aoti_load_package(tmp_path / "model.pt2")
+    package = torch._inductor.aoti_load_package(tmp_path / "photos-compiled.pt2")
     for batch in (1, 2, 7):
-        images = torch.randint(0, 256, (batch, 1, 28, 28), dtype=torch.uint8)
+        images = torch.randint(0, 256, (batch, 3, 32, 32), dtype=torch.uint8)
         torch.testing.assert_close(package(images), classifier.predict(images).scores, rtol=0, atol=1e-4)
     for kind, name in (("cpp", "classify.cpp"), ("cmake", "CMakeLists.txt")):
         (block,) = re.findall(rf"```{kind}\n(.*?)```", PAGE.read_text(), re.DOTALL)
@@ -237,7 +237,7 @@ def test_a_compiled_package_runs_in_the_cpp_program_of_the_documentation(tmp_pat
         assert done.returncode == 0, done.stdout + done.stderr
     names, *scores = done.stdout.splitlines()
     assert json.loads(names) == ["a", "b", "ß"]
-    right = classifier.predict(torch.zeros(1, 1, 28, 28, dtype=torch.uint8)).scores[0]
+    right = classifier.predict(torch.zeros(1, 3, 32, 32, dtype=torch.uint8)).scores[0]
     torch.testing.assert_close(torch.tensor([float(score) for score in scores]), right, rtol=0, atol=1e-4)
     assert right.max() > 0.1
 

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from problems import MAPS, full_problem
 from torchcaps import Agreement, Capsules, MatrixCapsNet, Routing, RoutingMap, Votes, dynamic_routing, em_routing
-from torchcaps.kernels import _cpu, _warn_of_reference
+from torchcaps.kernels import _cpu
 from torchcaps.kernels import moments as operators
 
 pytestmark = pytest.mark.skipif(_cpu is None, reason="the fused kernels are not built")
@@ -100,15 +100,21 @@ def test_inputs_that_the_kernels_do_not_support_are_refused_or_run_on_the_refere
         ValueError, match=r'"fused" does not support this call \(there are no fused kernels for poses of more than 64'
     ):
         Votes(*case[:3], MAPS["dense"], backend="fused")
-    _warn_of_reference.cache_clear()
-    Votes(*case[:3], MAPS["dense"], backend="reference")
-    with pytest.warns(UserWarning, match="more than 64 numbers: routing stores all votes and is slower"):
-        assert Votes(*case[:3], MAPS["dense"]).moments().mean.shape == (3, 1, 4, 5, 13)
-    Votes(*case[:3], MAPS["dense"])  # the same reason is given once
+    assert Votes(*case[:3], MAPS["dense"]).moments().mean.shape == (3, 1, 4, 5, 13)
     with pytest.raises(ValueError, match="backend must be one of auto, reference, fused; got 'fast'"):
         Votes(*case[:3], MAPS["dense"], backend="fast")
     with pytest.raises(ValueError, match=r"'linear' in the agreement must have shape \[3, 1, 4, 5, 13\]"):
         Votes(*case[:3], MAPS["dense"]).moments(Agreement(linear=torch.zeros(3, 1, 4, 5)))
+
+
+def test_a_warning_says_that_large_votes_are_stored():
+    pose, transform = torch.zeros(1, 64, 4, 9, 9).expand(2048, -1, -1, -1, -1), torch.zeros(64, 4, 2, 9, 9)
+    routing_map = RoutingMap.dense(64)
+    Votes(pose, None, transform, routing_map, backend="reference")
+    with pytest.warns(UserWarning, match="poses of more than 64 numbers: routing stores all votes, which needs much"):
+        Votes(pose, None, transform, routing_map)
+    Votes(pose[:1536], None, transform, routing_map)
+    torch.func.vmap(lambda part: (Votes(part, None, transform, routing_map), part)[1])(pose[None])  # needs no warning
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])

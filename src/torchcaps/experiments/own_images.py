@@ -17,7 +17,7 @@ LARGEST = 32
 Images of a folder or table are resized to this size.
 """
 HELD_OUT = 0.3
-"""Fraction of the training images of a folder or table that is held out for validation: enough to choose a recipe."""
+"""Fraction of the training images of a folder or table that is held out, if it has no validation split."""
 PRETRAINED = "timm-capsnet-images"
 """Recipe that is left out, because it is meant for the weights that timm publishes."""
 

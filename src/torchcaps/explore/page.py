@@ -308,21 +308,23 @@ def build(explorer: Explorer) -> Any:
         inputs = [network, source, drawing, file, rule, iterations, epsilon, number, class_name, *toy]
         outputs = [message, picture, support, bars, pose, numbers, class_name, number, reconstruction, state, *poses]
         quick: dict[str, Any] = {"show_progress": "hidden", "trigger_mode": "always_last"}
+        # Calls with the same identifier run one after the other, so an older result never replaces a newer one.
+        result, redraw = ({**quick, "concurrency_id": name} for name in ("result", "pose"))
         in_url = [network, rule, iterations, epsilon, number, *toy]
         to_url = {"fn": None, "inputs": in_url, "js": TO_URL}
         for tab, name in ((draw_tab, "draw"), (file_tab, "file"), (toy_tab, "toy")):
             selected = tab.select(lambda name=name: name, None, source, **quick)
-            selected.then(callbacks.show_best, inputs, outputs, **quick)
+            selected.then(callbacks.show_best, inputs, outputs, **result)
         for new_image in (drawing.change, file.change, category.input, instance.input):
-            new_image(callbacks.show_best, inputs, outputs, **quick).then(**to_url)
+            new_image(callbacks.show_best, inputs, outputs, **result).then(**to_url)
         for changed in (rule, iterations, epsilon, elevation, azimuth, lighting):
-            changed.input(callbacks.show, inputs, outputs, **quick).then(**to_url)
+            changed.input(callbacks.show, inputs, outputs, **result).then(**to_url)
         for changed in (class_name, number):
-            changed.input(callbacks.show_support, [state, number, class_name], support, **quick).then(**to_url)
+            changed.input(callbacks.show_support, [state, number, class_name], support, **result).then(**to_url)
         chosen = network.input(callbacks.choose, network, [rule, iterations, toy_tab, message], **quick)
-        chosen.then(callbacks.show_best, inputs, outputs, **quick).then(**to_url)
+        chosen.then(callbacks.show_best, inputs, outputs, **result).then(**to_url)
         for slider in poses:
-            slider.input(callbacks.draw_pose, [state, *poses], reconstruction, **quick)
+            slider.input(callbacks.draw_pose, [state, *poses], reconstruction, **redraw)
         page.load(None, js=ON_LOAD)
         page.load(callbacks.from_url, None, [message, *in_url, toy_tab], show_progress="hidden")
     return page

@@ -24,6 +24,8 @@ except ImportError as error:
     ) from error
 _TRITON = find_spec("triton") is not None
 MOST_NUMBERS = 64
+MANY_NUMBERS = 2**26
+"""Size of stored votes, 256 MiB in float32, from which a warning names the reason that they are stored."""
 NOT_BUILT = "this installation was built without the fused kernels"
 IN_ONNX = "ONNX has no operators for the fused kernels"
 IN_TRACE = "the fused kernels do not support torch.jit.trace"
@@ -59,38 +61,31 @@ def cpu_instruction_sets() -> list[str]:
     return [] if _cpu is None else _cpu.instruction_sets()
 
 
-def chosen_fused(backend: Backend, obstacle: str | None) -> bool:
+def chosen_fused(backend: Backend, obstacle: str | None, votes: int) -> bool:
     """Return whether a call runs on the fused kernels.
 
     Arguments:
         backend: ``auto`` (fused if possible), ``reference`` (never fused) or ``fused`` (always fused).
         obstacle: reason why the fused kernels do not support the call; None if they do.
+        votes: number of votes that the reference implementation would store, times the numbers of a vote.
 
     Raises:
         ValueError: `backend` is not one of the known backends, or is ``fused`` although `obstacle` is given.
 
     Warns:
-        UserWarning: `backend` is ``auto``, and the fused kernels do not support this device, dtype or pose size. Each
-            reason is given once per process.
+        UserWarning: `backend` is ``auto``, the fused kernels do not support this device, dtype or pose size, and the
+            votes need much memory.
     """
     check_choice("backend", backend, BACKENDS)
     if backend == "fused" and obstacle is not None:
         raise ValueError(f'backend "fused" does not support this call ({obstacle}): use "auto" or "reference"')
-    if backend == "auto" and obstacle not in (None, *CHOSEN) and not is_compiling():
-        _warn_of_reference(obstacle)
+    if backend == "auto" and obstacle not in (None, *CHOSEN) and not is_compiling() and votes > MANY_NUMBERS:
+        message = f"{obstacle}: routing stores all votes, which needs much memory; use a smaller batch or smaller poses"
+        warnings.warn(message, stacklevel=3)
     fused = backend != "reference" and obstacle is None
     if fused and not is_compiling():
         let_flops_be_counted()
     return fused
-
-
-@cache
-def _warn_of_reference(obstacle: str) -> None:
-    """Warn once for each reason that routing runs on the reference implementation."""
-    warnings.warn(
-        f'{obstacle}: routing stores all votes and is slower; backend="reference" does the same without this warning',
-        stacklevel=2,
-    )
 
 
 def kernels_read(dtype: torch.dtype, on_cpu: bool) -> bool:
@@ -120,14 +115,14 @@ def obstacle(pose: Tensor, transform: Tensor, dtype: torch.dtype) -> str | None:
         return "the fused kernels need an NVIDIA GPU of compute capability 7.0 or higher"
     if not kernels_read(dtype, on_cpu):
         return f"there are no fused kernels for {dtype}"
-    if pose.shape[3] * max(transform.shape[3:]) > MOST_NUMBERS:
-        return f"there are no fused kernels for poses of more than {MOST_NUMBERS} numbers"
     if in_onnx_export():
         return IN_ONNX
     if torch.jit.is_tracing():
         return IN_TRACE
     if in_torch_func():
         return IN_TORCH_FUNC
+    if pose.shape[3] * max(transform.shape[3:]) > MOST_NUMBERS:
+        return f"there are no fused kernels for poses of more than {MOST_NUMBERS} numbers"
     return None
 
 

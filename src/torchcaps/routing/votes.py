@@ -116,7 +116,10 @@ class Votes:
         """Dtype of the moments and agreements."""
         if not kernels_read(dtype, pose.is_cpu):
             dtype = self.dtype
-        self.fused = chosen_fused(backend, obstacle(pose, transform, dtype))
+        batch, sites, child_types, rows, inner = pose.shape
+        _, _, types, _, columns = transform.shape
+        votes = batch * len(routing_map.edges) * child_types * types * rows * columns
+        self.fused = chosen_fused(backend, obstacle(pose, transform, dtype), votes)
         if not self.fused:
             dtype = self.dtype
         self.routing_map = routing_map
@@ -126,8 +129,6 @@ class Votes:
         self._competition: Competition = competition
         self._none_of_the_above = bool(none_of_the_above)
         self._passes = int(passes)
-        batch, sites, child_types, rows, inner = pose.shape
-        _, _, types, _, columns = transform.shape
         self.parent_shape = batch, routing_map.parent_sites, types, rows, columns
         """Shape (B, P, J, R, N) of the parents' mean votes, including columns that `Rule.prepare` adds."""
         self.child_shape = batch, sites, child_types, rows, inner
