@@ -25,7 +25,7 @@ except ImportError as error:
 _TRITON = find_spec("triton") is not None
 MOST_NUMBERS = 64
 MANY_NUMBERS = 2**26
-"""Size of stored votes, 256 MiB in float32, from which a warning names the reason that they are stored."""
+"""Size of the tensor of all votes (256 MiB in float32) above which a warning says why they are stored."""
 NOT_BUILT = "this installation was built without the fused kernels"
 IN_ONNX = "ONNX has no operators for the fused kernels"
 IN_TRACE = "the fused kernels do not support torch.jit.trace"
@@ -61,13 +61,13 @@ def cpu_instruction_sets() -> list[str]:
     return [] if _cpu is None else _cpu.instruction_sets()
 
 
-def chosen_fused(backend: Backend, obstacle: str | None, votes: int) -> bool:
+def chosen_fused(backend: Backend, obstacle: str | None, numbers: int) -> bool:
     """Return whether a call runs on the fused kernels.
 
     Arguments:
         backend: ``auto`` (fused if possible), ``reference`` (never fused) or ``fused`` (always fused).
         obstacle: reason why the fused kernels do not support the call; None if they do.
-        votes: number of votes that the reference implementation would store, times the numbers of a vote.
+        numbers: size of the tensor of all votes, which the reference implementation stores.
 
     Raises:
         ValueError: `backend` is not one of the known backends, or is ``fused`` although `obstacle` is given.
@@ -79,7 +79,7 @@ def chosen_fused(backend: Backend, obstacle: str | None, votes: int) -> bool:
     check_choice("backend", backend, BACKENDS)
     if backend == "fused" and obstacle is not None:
         raise ValueError(f'backend "fused" does not support this call ({obstacle}): use "auto" or "reference"')
-    if backend == "auto" and obstacle not in (None, *CHOSEN) and not is_compiling() and votes > MANY_NUMBERS:
+    if backend == "auto" and obstacle not in (None, *CHOSEN) and not is_compiling() and numbers > MANY_NUMBERS:
         message = f"{obstacle}: routing stores all votes, which needs much memory; use a smaller batch or smaller poses"
         warnings.warn(message, stacklevel=3)
     fused = backend != "reference" and obstacle is None

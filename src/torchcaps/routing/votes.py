@@ -118,8 +118,8 @@ class Votes:
             dtype = self.dtype
         batch, sites, child_types, rows, inner = pose.shape
         _, _, types, _, columns = transform.shape
-        votes = batch * len(routing_map.edges) * child_types * types * rows * columns
-        self.fused = chosen_fused(backend, obstacle(pose, transform, dtype), votes)
+        numbers = batch * len(routing_map.edges) * child_types * types * rows * columns
+        self.fused = chosen_fused(backend, obstacle(pose, transform, dtype), numbers)
         if not self.fused:
             dtype = self.dtype
         self.routing_map = routing_map
