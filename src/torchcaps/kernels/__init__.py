@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.types import IntLikeType
 
 from torchcaps.checks import check_choice, is_compiling
 from torchcaps.kernels.flops import let_flops_be_counted
@@ -61,7 +62,7 @@ def cpu_instruction_sets() -> list[str]:
     return [] if _cpu is None else _cpu.instruction_sets()
 
 
-def chosen_fused(backend: Backend, obstacle: str | None, numbers: int) -> bool:
+def chosen_fused(backend: Backend, obstacle: str | None, numbers: IntLikeType) -> bool:
     """Return whether a call runs on the fused kernels.
 
     Arguments:

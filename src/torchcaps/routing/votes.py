@@ -118,7 +118,7 @@ class Votes:
             dtype = self.dtype
         batch, sites, child_types, rows, inner = pose.shape
         _, _, types, _, columns = transform.shape
-        numbers = batch * len(routing_map.edges) * child_types * types * rows * columns
+        numbers = batch * routing_map.edges.shape[0] * child_types * types * rows * columns
         self.fused = chosen_fused(backend, obstacle(pose, transform, dtype), numbers)
         if not self.fused:
             dtype = self.dtype
