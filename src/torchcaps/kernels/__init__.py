@@ -51,6 +51,7 @@ __all__ = [
     "kernels_read",
     "obstacle",
     "once",
+    "warn_of_stored_votes",
 ]
 
 
@@ -62,31 +63,35 @@ def cpu_instruction_sets() -> list[str]:
     return [] if _cpu is None else _cpu.instruction_sets()
 
 
-def chosen_fused(backend: Backend, obstacle: str | None, numbers: IntLikeType) -> bool:
+def chosen_fused(backend: Backend, obstacle: str | None) -> bool:
     """Return whether a call runs on the fused kernels.
 
     Arguments:
         backend: ``auto`` (fused if possible), ``reference`` (never fused) or ``fused`` (always fused).
         obstacle: reason why the fused kernels do not support the call; None if they do.
-        numbers: size of the tensor of all votes, which the reference implementation stores.
 
     Raises:
         ValueError: `backend` is not one of the known backends, or is ``fused`` although `obstacle` is given.
-
-    Warns:
-        UserWarning: `backend` is ``auto``, the fused kernels do not support this device, dtype or pose size, and the
-            votes need much memory.
     """
     check_choice("backend", backend, BACKENDS)
     if backend == "fused" and obstacle is not None:
         raise ValueError(f'backend "fused" does not support this call ({obstacle}): use "auto" or "reference"')
-    if backend == "auto" and obstacle not in (None, *CHOSEN) and not is_compiling() and numbers > MANY_NUMBERS:
-        message = f"{obstacle}: routing stores all votes, which needs much memory; use a smaller batch or smaller poses"
-        warnings.warn(message, stacklevel=3)
     fused = backend != "reference" and obstacle is None
     if fused and not is_compiling():
         let_flops_be_counted()
     return fused
+
+
+def warn_of_stored_votes(obstacle: str | None, numbers: IntLikeType) -> None:
+    """Warn if the reference implementation stores large votes although the user has not chosen it.
+
+    Arguments:
+        obstacle: reason why the fused kernels do not support the call; None if they do.
+        numbers: size of the tensor of all votes.
+    """
+    if obstacle not in (None, *CHOSEN) and not is_compiling() and numbers > MANY_NUMBERS:
+        message = f"{obstacle}: routing stores all votes, which needs much memory; use a smaller batch or smaller poses"
+        warnings.warn(message, stacklevel=3)
 
 
 def kernels_read(dtype: torch.dtype, on_cpu: bool) -> bool:

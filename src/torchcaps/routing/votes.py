@@ -20,7 +20,7 @@ from torchcaps.checks import (
     check_sizes,
     described,
 )
-from torchcaps.kernels import Backend, chosen_fused, kernels_read, obstacle
+from torchcaps.kernels import Backend, chosen_fused, kernels_read, obstacle, warn_of_stored_votes
 from torchcaps.kernels import autograd as fused
 from torchcaps.kernels.gaussian import log_volume
 from torchcaps.kernels.memory import for_kernels, packed, samples_in_lanes, statistics_dtype, unpacked
@@ -116,10 +116,8 @@ class Votes:
         """Dtype of the moments and agreements."""
         if not kernels_read(dtype, pose.is_cpu):
             dtype = self.dtype
-        batch, sites, child_types, rows, inner = pose.shape
-        _, _, types, _, columns = transform.shape
-        numbers = batch * routing_map.edges.shape[0] * child_types * types * rows * columns
-        self.fused = chosen_fused(backend, obstacle(pose, transform, dtype), numbers)
+        reason = obstacle(pose, transform, dtype)
+        self.fused = chosen_fused(backend, reason)
         if not self.fused:
             dtype = self.dtype
         self.routing_map = routing_map
@@ -129,6 +127,8 @@ class Votes:
         self._competition: Competition = competition
         self._none_of_the_above = bool(none_of_the_above)
         self._passes = int(passes)
+        batch, sites, child_types, rows, inner = pose.shape
+        _, _, types, _, columns = transform.shape
         self.parent_shape = batch, routing_map.parent_sites, types, rows, columns
         """Shape (B, P, J, R, N) of the parents' mean votes, including columns that `Rule.prepare` adds."""
         self.child_shape = batch, sites, child_types, rows, inner
@@ -136,6 +136,8 @@ class Votes:
         if self.fused:  # the kernels would copy tensors with another memory order in every pass
             self._pose, self._transform = for_kernels(self._pose), self._transform.contiguous()
             self._activation = None if self._activation is None else for_kernels(self._activation)
+        elif backend == "auto":
+            warn_of_stored_votes(reason, batch * routing_map.edges.shape[0] * child_types * types * rows * columns)
         self._edge_lists = routing_map.edge_lists.on(pose.device) if self.fused else None
         self._by_sample = samples_in_lanes(self._pose, transform, routing_map.own_transforms, routing_map.most_edges)
         self._pose_logits = logit_weights is not None
