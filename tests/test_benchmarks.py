@@ -1,6 +1,7 @@
 """The benchmarks: rows of results, peak memory, and the check that implementations agree before they are timed."""
 
 import csv
+import hashlib
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ import torch
 from torchcaps.benchmarks import compare, draw_times, peak_bytes, write_csv
 from torchcaps.benchmarks.devices import bench_devices
 from torchcaps.benchmarks.memory import GROWTH, WAYS, draw_growth
+from torchcaps.benchmarks.published import PUBLISHED, bench_published
 from torchcaps.benchmarks.routing import Problem, bench_routing, check_agreement, dynamic_layer, em_stack
 from torchcaps.benchmarks.rules import MATERIALISED, rule_stack
 from torchcaps.data.files import write_picture
@@ -148,6 +150,87 @@ def test_the_plot_of_times_has_a_bar_and_a_ratio_for_each_row(tmp_path):
 def test_unknown_benchmarks_and_heaps_are_refused(refused):
     assert "unknown benchmark 'route'" in refused("bench", "route")
     assert "--heap must be one of warm, plain; got 'hot'" in refused("bench", "train", "--heap", "hot")
+
+
+STAND_INS = {
+    "EM, ConvCaps stack": """
+import torch
+from torch import nn
+from torchcaps import Capsules, RoutingMap, em_routing
+
+class ConvCaps(nn.Module):
+    def __init__(self, B, C, K, stride, iters):
+        super().__init__()
+        self.sizes, self.stride, self.iterations = (K * K, B, C, 4, 4), stride, iters
+        self.weights = nn.Parameter(torch.empty(1, K * K * B, C, 4, 4))
+        self.beta_u, self.beta_a = nn.Parameter(torch.empty(C)), nn.Parameter(torch.empty(C))
+        torch.cuda.FloatTensor(1)
+
+    def forward(self, x):
+        pose = x[..., : 16 * self.sizes[1]].flatten(1, 2).unflatten(2, (self.sizes[1], 4, 4))
+        maps = RoutingMap.conv(x.shape[1:3], 3, self.stride)
+        found = em_routing(
+            Capsules(pose, torch.ones(pose.shape[:3])), self.weights.reshape(self.sizes), maps, self.beta_u,
+            self.beta_a, iterations=self.iterations, competition="types", variance_floor=1e-8, normalise_data=False,
+            inverse_temperature=1e-3, temperature_schedule="constant", backend="reference",
+        )
+        return torch.cat([found.pose.flatten(2), found.activation], dim=2).unflatten(1, maps.parent_grid)
+""",
+    "dynamic, 1152 → 10 capsules": """
+import torch
+from torch import nn
+from torchcaps import RoutingMap, dynamic_routing
+
+class DenseCapsule(nn.Module):
+    def __init__(self, children, elements, parents, parent_elements, routings):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(parents, children, parent_elements, elements))
+        self.iterations = routings
+
+    def forward(self, x):
+        found = dynamic_routing(
+            x.cuda()[:, :, None, None], self.weight.permute(1, 0, 3, 2)[:, None], RoutingMap.dense(x.shape[1]),
+            iterations=self.iterations, gradient_passes="last", backend="reference",
+        )
+        return found.pose[:, 0, :, 0]
+""",
+}
+
+
+@pytest.fixture
+def clones(tmp_path, monkeypatch):
+    """Return a folder in which code of our own stands in for two published implementations."""
+    cases = {}
+    for case, code in STAND_INS.items():
+        source, inputs, _ = PUBLISHED[case]
+        (name,) = source.files
+        path = tmp_path / source.repository.split("/")[1] / name
+        path.parent.mkdir(parents=True)
+        path.write_text(code)
+        checksum = hashlib.sha256(path.read_bytes()).hexdigest()
+        cases[case] = source._replace(files={name: checksum}), inputs, 2
+    monkeypatch.setattr("torchcaps.benchmarks.published.PUBLISHED", cases)
+    return tmp_path
+
+
+def test_published_implementations_get_the_same_inputs_as_fused_routing(clones):
+    rows = [*bench_published(2, clones)]
+    assert [row["case"].split(",")[0] for row in rows] == 4 * ["EM"] + 4 * ["dynamic"]
+    fused, published = rows[::2], rows[1::2]
+    assert {(row["implementation"], row["difference"]) for row in fused} == {("fused", "")}
+    assert {row["implementation"] for row in published} == {PUBLISHED[case][0].repository for case in STAND_INS}
+    assert all(0 < float(row["difference"]) < 1e-3 for row in published)
+
+
+def test_published_implementations_that_are_missing_or_changed_are_not_run(refused, tmp_path, clones):
+    line = refused("bench", "published", "--clones", tmp_path / "empty")
+    assert "error: --clones: " in line
+    assert "git clone https://github.com/yl-1993/Matrix-Capsules-EM-PyTorch into" in line
+    path = clones / "CapsNet-Pytorch" / "capsulelayers.py"
+    path.write_text("raise SystemExit('this code must not run')")
+    line = refused("bench", "published", "--clones", clones)
+    assert f"{path} is not the file of commit 8a5a357: git checkout 8a5a357 in {path.parent}" in line
+    assert "but `bench routing` does not use it" in refused("bench", "routing", "--clones", clones)
 
 
 @pytest.mark.slow

@@ -241,12 +241,16 @@ def captured(call: Callable[[], None]) -> Callable[[], None]:
     return graph.replay
 
 
-def check_agreement(name: str, problem: Problem) -> None:
+def check_agreement(name: str, problem: Problem) -> float:
     """Check that the two functions of each pair in ``problem.agreeing`` compute the same values and gradients.
+
+    Returns:
+        The largest difference of an output or gradient, divided by its norm.
 
     Raises:
         BadInput: the two outputs or gradients of a pair differ by 1 % of their norm or more.
     """
+    largest = 0.0
     for one, other in problem.agreeing:
         found, right = (_values_and_gradients(problem.leaves, way) for way in (one, other))
         for x, y in zip(found, right, strict=True):
@@ -256,6 +260,8 @@ def check_agreement(name: str, problem: Problem) -> None:
                     f"{name}: the results of two implementations differ by {apart:.1%}, so nothing was timed: "
                     "correct one of the two"
                 )
+            largest = max(largest, apart)
+    return largest
 
 
 def _values_and_gradients(leaves: list[Tensor], way: Callable[[], list[Tensor]]) -> list[Tensor]:

@@ -271,8 +271,9 @@ def bench(
     what: Annotated[
         str,
         typer.Argument(
-            help="Benchmark: routing (EM and dynamic routing), rules (other routing rules), train (training steps), "
-            "devices (a training step in two processes) or memory (peak memory)."
+            help="Benchmark: routing (EM and dynamic routing), rules (other routing rules), published (published "
+            "implementations beside torchcaps; needs --clones), train (training steps), devices (a training step in "
+            "two processes) or memory (peak memory)."
         ),
     ],
     repeats: Annotated[int | None, typer.Option(min=2, help="Timed calls per implementation. Default: 10.")] = None,
@@ -293,6 +294,13 @@ def bench(
     plot: Annotated[
         Path | None, typer.Option(help="PNG file to write: a picture of the results (not for `bench devices`).")
     ] = None,
+    clones: Annotated[
+        Path | None,
+        typer.Option(
+            help="For `bench published`: folder with clones of the published implementations. Without them, an error "
+            "message names what to clone. Their code runs on this computer."
+        ),
+    ] = None,
 ) -> None:
     """Measure the time and memory of several implementations of routing, and the time of training steps.
 
@@ -304,6 +312,7 @@ def bench(
     from torchcaps.benchmarks import draw_times, write_csv
     from torchcaps.benchmarks.devices import bench_devices
     from torchcaps.benchmarks.memory import bench_memory, draw_growth
+    from torchcaps.benchmarks.published import bench_published
     from torchcaps.benchmarks.routing import bench_routing
     from torchcaps.benchmarks.rules import rule_problems
     from torchcaps.benchmarks.training import bench_training
@@ -315,6 +324,7 @@ def bench(
     runs: dict[str, Callable[[], Iterable[dict[str, Any]]]] = {
         "routing": lambda: bench_routing(times),
         "rules": lambda: bench_routing(times, problems=rule_problems()),
+        "published": lambda: bench_published(times, clones or Path()),
         "train": lambda: bench_training(times),
         "devices": lambda: bench_devices(times),
         "memory": bench_memory,
@@ -330,6 +340,8 @@ def bench(
     for option, value in (("--repeats", repeats), ("--heap", heap)):
         if what == "memory" and value is not None:
             raise BadInput(f"{option} is {value}, but `bench memory` does not use it: leave out {option}")
+    if clones and what != "published":
+        raise BadInput(f"--clones is {clones}, but `bench {what}` does not use it: leave out --clones")
     if plot and what == "devices":
         raise BadInput(f"--plot is {plot}, but `bench devices` draws no picture: leave out --plot")
     if out and plot and out.resolve() == plot.resolve():
@@ -339,7 +351,8 @@ def bench(
             writable_file(path, option, ending=ending)
     if state == "warm":
         keep_freed_memory()
-    command = f"torchcaps bench {what}" + ("" if what == "memory" else f" --repeats {times} --heap {state}")
+    command = f"torchcaps bench {what}" + (" --clones CLONES" if what == "published" else "")
+    command += "" if what == "memory" else f" --repeats {times} --heap {state}"
     rows, unfinished = [], out and out.with_name(f"{out.name}.partial")
     for row in runs[what]():
         rows.append({**row, "heap": state})
