@@ -17,9 +17,9 @@ from test_run_folder import SPLITS, tiny
 from torchcaps import BadInput, Capsules, ClassCaps, Classifier, PooledCNN, Preprocessing, kernels, margin_loss
 from torchcaps.batches import Batches, ImageBatches
 from torchcaps.capsules import check_labels
+from torchcaps.constant import Constant
 from torchcaps.devices import clear_memory_errors, reproducible
 from torchcaps.evaluation import evaluate
-from torchcaps.routing_map import Constant
 from torchcaps.training import fit
 from torchcaps.training_module import TrainingModule
 

@@ -24,7 +24,7 @@ import math
 from typing import Literal, NamedTuple, get_args
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional
 from torch.utils._pytree import _register_namedtuple
@@ -51,6 +51,35 @@ class Capsules(NamedTuple):
 
     pose: Float[Tensor, "B S C R Q"]
     activation: Float[Tensor, "B S C"]
+
+    def masked(self, keep: Bool[Tensor, "B S"] | Bool[Tensor, "B S C"]) -> "Capsules":
+        """Set the poses and the activations of some capsules to 0, for example of padding.
+
+        Such capsules have no effect on the parents, with two exceptions. In `ClassCaps`, the coordinates of a capsule
+        still vote, unless the rule uses the activations of the children. EM routing counts all children in the cost of
+        a parent; with its option ``normalise_data=False``, it does not. Parents without any other children can have an
+        activation above 0: mask them too.
+
+        Arguments:
+            keep: ``[B, S]`` or ``[B, S, C]``, True for the capsules that keep their pose and activation.
+
+        Raises:
+            ValueError: ``keep`` is not a boolean tensor of such a shape.
+
+        Example:
+            >>> capsules = Capsules(torch.ones(1, 3, 2, 1, 8), torch.ones(1, 3, 2))
+            >>> capsules.masked(torch.tensor([[True, True, False]])).activation.sum(dim=2)
+            tensor([[2., 2., 0.]])
+        """
+        batch, sites, types = self.activation.shape
+        fits = isinstance(keep, Tensor) and keep.dtype == torch.bool and keep.shape[:2] == (batch, sites)
+        if not fits or keep.shape[2:] not in ((), (types,)):
+            raise ValueError(
+                f"keep must be a boolean tensor [B, S] or [B, S, C], with B, S, C = {batch}, {sites}, {types}; got "
+                f"{described(keep)}"
+            )
+        removed = ~keep if keep.ndim == 3 else ~keep[..., None]
+        return Capsules(self.pose.masked_fill(removed[..., None, None], 0), self.activation.masked_fill(removed, 0))
 
 
 class Prediction(NamedTuple):
@@ -84,6 +113,22 @@ def check_capsules(capsules: Capsules, name: str = "children") -> None:
     """
     if not isinstance(capsules, Capsules):
         raise ValueError(f"{name} must be Capsules(pose, activation); got {described(capsules)}")
+
+
+def check_sites(children: Capsules) -> None:
+    """Check that children are a `Capsules`, and have the dimensions of sites and types.
+
+    Raises:
+        ValueError: ``children`` is not a `Capsules`, or a tensor has other dimensions than documented there.
+    """
+    check_capsules(children)
+    pose, activation = children
+    if pose.ndim != 5 or activation.shape != pose.shape[:3]:
+        cure = ": use pose[..., None, :] for vector poses" if pose.ndim == 4 else ""
+        raise ValueError(
+            f"pose must be [B, S, C, R, Q] and activation [B, S, C]; got {list(pose.shape)} and "
+            f"{list(activation.shape)}{cure}"
+        )
 
 
 def wide(tensor: Float[Tensor, "..."]) -> Float[Tensor, "..."]:

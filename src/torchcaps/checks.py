@@ -202,6 +202,20 @@ def check_padding(padding: Any, most: int | None = None) -> None:
         raise ValueError(f"padding must be an integer {allowed}; got {described(padding)}")
 
 
+def pair(name: str, value: Any, least: int = 1) -> tuple[int, int]:
+    """Return a vertical and a horizontal size, given two sizes or one integer for both.
+
+    Raises:
+        ValueError: ``value`` is not an integer of at least ``least``, or two such integers.
+    """
+    if not isinstance(value, Sequence):
+        check_integer(name, value, least)
+        return value, value
+    if len(value) != 2 or any(not _is_integer(n) or n < least for n in value):
+        raise ValueError(f"{name} must be one integer, or two, of at least {least}; got {described(value)}")
+    return value[0], value[1]
+
+
 def check_shape(name: str, shape: Any, dimensions: str, error: type[ValueError] = ValueError) -> None:
     """Check that a shape is a tuple or list with one integer of at least 1 for each dimension.
 

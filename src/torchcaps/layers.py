@@ -8,10 +8,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from torchcaps.capsules import Capsules, check_capsules, coordinate_addition, vector_side
+from torchcaps.capsules import Capsules, check_capsules, check_sites, coordinate_addition, vector_side
 from torchcaps.checks import check_number, check_shape, check_sizes, described, has_values, is_compiling
+from torchcaps.constant import Constant
 from torchcaps.routing import LayerShape, Routing, Rule, rule_for
-from torchcaps.routing_map import Constant, RoutingMap
+from torchcaps.routing_map import RoutingMap
 
 WithCouplings = tuple[Capsules, Tensor]
 
@@ -19,9 +20,8 @@ WithCouplings = tuple[Capsules, Tensor]
 class TransformModule(nn.Module):
     """Base class of layers with transforms and a routing rule.
 
-    It makes ``model.to(memory_format=torch.channels_last)`` possible. Without this class, PyTorch would try to convert
-    the transforms too, and fail: channels_last exists for four dimensions only, and transforms have five. This class
-    leaves the memory layout of the transforms unchanged.
+    ``model.to(memory_format=torch.channels_last)`` leaves the memory layout of the transforms unchanged. PyTorch cannot
+    convert them: channels_last exists for four dimensions only, and transforms have five.
     """
 
     transform: Tensor
@@ -56,7 +56,8 @@ class TransformModule(nn.Module):
     def forward(self, children: Capsules, return_couplings: bool = False, **options: Any) -> Capsules | WithCouplings:
         """Compute the parents ``[B, P, J, R, N]`` and, with ``return_couplings``, the couplings ``[B, J, E, C]``.
 
-        The rule gets all other ``options``, such as ``parents`` of `AttentionRouting`.
+        Couplings that need a gradient are computed from stored votes; to avoid this, call the layer again in
+        ``torch.no_grad()``. The rule gets all other ``options``, such as ``parents`` of `AttentionRouting`.
         """
         return self.routing(*self._inputs(children), return_couplings=return_couplings, **options)
 
@@ -206,9 +207,8 @@ class ConvCaps(CapsuleLayer):
         child_grid: (height, width) of the grid of child sites.
         child_types: number of capsule types per child site (C).
         parent_types: number of capsule types per parent site (J).
-        kernel_size, stride: size and stride of the window, in child sites.
-        padding: number of sites by which a window may extend beyond each border of the grid. The part of a window
-            beyond the border contains no children.
+        kernel_size, stride: size and stride of the window, in child sites: an integer or (height, width).
+        padding: width of the empty border around the grid, in child sites: an integer or (vertical, horizontal).
         pose_size: rows and columns of every pose: (4, 4) for 4×4 transforms, or (1, 16) for 16×16 transforms.
         initial_std: standard deviation of the normal distribution of the initial transforms, which is truncated at two
             standard deviations.
@@ -233,20 +233,20 @@ class ConvCaps(CapsuleLayer):
         child_grid: tuple[int, int],
         child_types: int,
         parent_types: int,
-        kernel_size: int,
-        stride: int = 1,
-        padding: int = 0,
+        kernel_size: int | tuple[int, int],
+        stride: int | tuple[int, int] = 1,
+        padding: int | tuple[int, int] = 0,
         pose_size: Sequence[int] = (4, 4),
         initial_std: float = 0.1,
         around_identity: bool = True,
         routing: Rule | Routing | str = "em",
     ) -> None:
-        check_sizes(child_types=child_types, parent_types=parent_types, kernel_size=kernel_size)
+        check_sizes(child_types=child_types, parent_types=parent_types)
         check_shape("pose_size", pose_size, "rows, columns")
         size = pose_size[1]
         draw = partial(square_transforms_, std=initial_std, around_identity=around_identity)
-        transform = torch.empty(kernel_size**2, child_types, parent_types, size, size)
         routing_map = RoutingMap.conv(child_grid, kernel_size, stride, padding)
+        transform = torch.empty(routing_map.transforms, child_types, parent_types, size, size)
         super().__init__(routing_map, transform, routing, (pose_size[0], pose_size[1]), draw)
 
     @property
@@ -348,7 +348,9 @@ class SharedCaps(TransformModule):
     """Capsule layer whose children share one transform per parent type, so the number of children may vary.
 
     This is the "shared" capsule layer of Su 2018. It works on images of any size. The couplings have the shape
-    ``[B, J, S·C, 1]``, because every child counts as a site with one type.
+    ``[B, J, S·C, 1]``, because every child counts as a site with one type. The initial transforms do not depend on the
+    number of children. With hundreds of children and a rule that sums votes (dynamic, uniform, self-attention), draw
+    smaller transforms: ``layer.initialise(lambda w: torch.nn.init.normal_(w, std=0.01))``.
 
     Arguments:
         child_pose_size: length of a child's pose (Q).
@@ -393,6 +395,6 @@ class SharedCaps(TransformModule):
         return routing_map
 
     def _inputs(self, children: Capsules) -> tuple[Capsules, Tensor, RoutingMap]:
-        check_capsules(children)
+        check_sites(children)
         pose, activation = (part.flatten(1, 2).unsqueeze(2) for part in children)
         return Capsules(pose, activation), self.transform, self._map_of(pose.shape[1], pose.device)

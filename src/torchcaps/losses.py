@@ -213,7 +213,7 @@ def cross_entropy(
     return _mean(
         functional.cross_entropy(
             scores,
-            _checked_classes(target, scores),
+            _classes(target, scores),
             reduction=reduction,
             label_smoothing=label_smoothing,
             ignore_index=IGNORE_NONE,
@@ -252,7 +252,7 @@ def activation_cross_entropy(
     _check_scores(scores)
     check_not_negative("scores", scores)
     logarithms = functional.normalize(wide(scores), p=1, dim=1).clamp_min(1e-12).log()
-    reduction, target = "mean" if sample_weights is None else "none", _checked_classes(target, scores)
+    reduction, target = "mean" if sample_weights is None else "none", _classes(target, scores)
     return _mean(functional.nll_loss(logarithms, target, reduction=reduction, ignore_index=IGNORE_NONE), sample_weights)
 
 
@@ -337,14 +337,13 @@ def check_loss(loss: str, model: str, logits: bool) -> None:
 
 def _classes(target: Tensor, scores: Tensor) -> Tensor:
     if not isinstance(target, Tensor) or target.shape != scores.shape[:1] or target.dtype not in INTEGERS:
+        several = isinstance(target, Tensor) and target.shape == scores.shape
+        cure = ": for several classes per sample, use margin_loss" if several else ""
         raise ValueError(
-            f"target must be integers [{len(scores)}], one class index per sample; got {described(target)}"
+            f"target must be integers [{len(scores)}], one class index per sample; got {described(target)}{cure}"
         )
-    return target.long()
-
-
-def _checked_classes(target: Tensor, scores: Tensor) -> Tensor:
-    check_labels(target := _classes(target, scores), scores.shape[1], "target")
+    target = target.long()
+    check_labels(target, scores.shape[1], "target")
     return target
 
 
@@ -359,15 +358,15 @@ def _mean(losses: Tensor, weights: Tensor | None) -> Tensor:
 
 def _check_scores(scores: Any) -> None:
     if not isinstance(scores, Tensor) or scores.ndim != 2:
-        raise ValueError(f"scores must be a tensor [B, classes]; got {described(scores)}: pass prediction.scores")
+        many = isinstance(scores, Tensor) and scores.ndim > 2
+        cure = "pass scores.flatten(0, -2) and target.flatten()" if many else "pass prediction.scores"
+        raise ValueError(f"scores must be a tensor [B, classes]; got {described(scores)}: {cure}")
 
 
 def _check_shape(name: str, tensor: Tensor, shape: torch.Size, owner: str) -> None:
     """Check a shape, because tensors of other shapes could be broadcast without an error."""
-    if not isinstance(tensor, Tensor):
-        raise ValueError(f"{name} must be a tensor; got {described(tensor)}")
-    if tensor.shape != shape:
-        raise ValueError(f"{name} must fit the shape {list(shape)} of {owner}; got {list(tensor.shape)}")
+    if not isinstance(tensor, Tensor) or tensor.shape != shape:
+        raise ValueError(f"{name} must fit the shape {list(shape)} of {owner}; got {described(tensor)}")
 
 
 LOSSES: dict[str, Callable[..., Tensor]] = {

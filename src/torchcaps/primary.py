@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from torchcaps.capsules import Capsules, SquashForm, check_capsules, squash, squashed, wide
-from torchcaps.checks import check_choice, check_padding, check_shape, check_sizes
+from torchcaps.checks import check_choice, check_shape, check_sizes, pair
 from torchcaps.convolution import Im2colConv2d
 
 
@@ -24,7 +24,9 @@ class PrimaryCaps(nn.Module):
         in_channels: channels of the input feature map.
         types: number of capsule types per position (C).
         pose_size: length of a pose (Q), or its rows and columns (R, Q).
-        kernel_size, stride, padding, bias: kernel size, stride, zero padding and bias of the convolution.
+        kernel_size, stride, padding: of the convolution: an integer or (height, width). `Im2colConv2d` accepts integers
+            only.
+        bias: whether the convolution has a bias.
         squash_form: how poses are squashed: ``sabour``, ``su``, ``exponential``, ``unit`` or ``none``. None is
             ``sabour`` if the activation is the length of the pose, and ``none`` if it is a sigmoid.
         activation: ``length`` of the pose, or ``sigmoid`` of the output of a second convolution.
@@ -47,9 +49,9 @@ class PrimaryCaps(nn.Module):
         in_channels: int,
         types: int,
         pose_size: int | Sequence[int],
-        kernel_size: int,
-        stride: int = 1,
-        padding: int = 0,
+        kernel_size: int | tuple[int, int],
+        stride: int | tuple[int, int] = 1,
+        padding: int | tuple[int, int] = 0,
         bias: bool = True,
         squash_form: SquashForm | None = None,
         activation: Literal["length", "sigmoid"] = "length",
@@ -62,13 +64,14 @@ class PrimaryCaps(nn.Module):
             squash_form = "sabour" if activation == "length" else "none"
         check_choice("squash_form", squash_form, get_args(SquashForm))
         check_choice("normalise", normalise, ("none", "plain", "affine"))
-        check_sizes(in_channels=in_channels, types=types, kernel_size=kernel_size, stride=stride)
-        check_padding(padding)
+        check_sizes(in_channels=in_channels, types=types)
+        for name, size, least in (("kernel_size", kernel_size, 1), ("stride", stride, 1), ("padding", padding, 0)):
+            pair(name, size, least)
         self.types = types
         self.pose_shape = _pose_shape(pose_size)
         self.squash_form: SquashForm = squash_form
         below = (in_channels, types * math.prod(self.pose_shape))
-        convolution = Im2colConv2d if im2col else nn.Conv2d
+        convolution: Any = Im2colConv2d if im2col else nn.Conv2d
         self.convolution = convolution(*below, kernel_size, stride, padding, bias=bias)
         self.activation = None
         if activation == "sigmoid":
@@ -115,6 +118,8 @@ def _normalised(norm: nn.Module, values: Tensor) -> Tensor:
 
 class PoseNorm(nn.Module):
     """BatchNorm of every pose element over samples and sites, for use between two capsule layers: Hahn et al. 2019.
+
+    Masked capsules count in the statistics, and their poses are not 0 after the norm: mask the capsules again.
 
     Arguments:
         types: number of capsule types (C).

@@ -129,7 +129,7 @@ def recorded(model: nn.Module) -> Iterator[list[Layer]]:
     thread is already recording, this thread waits until the other thread has finished.
 
     Training that follows does not change the record: it contains copies of the weights. A call that raises an error is
-    not recorded.
+    not recorded. Record the network itself, not the result of `torch.compile`.
 
     Arguments:
         model: network with routing rules.

@@ -1,7 +1,6 @@
 """The routing map: a graph that connects child sites with parent sites, with a transform for each edge."""
 
 from contextlib import nullcontext
-from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,50 +18,10 @@ from torchcaps.checks import (
     described,
     has_values,
     is_compiling,
+    pair,
 )
+from torchcaps.constant import Constant
 from torchcaps.kernels import in_onnx_export
-
-
-class Constant:
-    """A constant tensor with one cached copy per device. The tensor is neither trained nor part of a state dict.
-
-    Unlike a buffer, the tensor keeps its values and dtype when the module is moved, cast or passed through
-    ``to_empty()``. Copies made while a graph is traced are not cached.
-
-    Arguments:
-        values: the constant tensor.
-
-    Example:
-        >>> Constant(torch.arange(3)).on("cpu")
-        tensor([0, 1, 2])
-    """
-
-    def __init__(self, values: Tensor) -> None:
-        self.values = values
-        self._copies: dict[torch.device, Tensor] = {}
-
-    def on(self, device: torch.device | str) -> Tensor:
-        """Return the copy of the tensor on a device."""
-        device = torch.device(device)
-        if device == self.values.device:
-            return self.values
-        if device in self._copies:
-            return self._copies[device]
-        if is_compiling():
-            return self.values.to(device)
-        with torch.inference_mode(False):
-            copy = self.values.to(device)
-        if has_values(copy):
-            self._copies[device] = copy
-        return copy
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"values": self.values, "_copies": {}}
-
-    def __deepcopy__(self, known: Any) -> "Constant":
-        copied = Constant(deepcopy(self.values, known))
-        copied._copies = deepcopy(self._copies, known)  # compiled calls cannot add them
-        return copied
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,45 +184,73 @@ class RoutingMap:
         return self
 
     @classmethod
-    def conv(cls, child_grid: tuple[int, int], kernel_size: int, stride: int = 1, padding: int = 0) -> "RoutingMap":
+    def conv(
+        cls,
+        child_grid: tuple[int, int],
+        kernel_size: int | tuple[int, int],
+        stride: int | tuple[int, int] = 1,
+        padding: int | tuple[int, int] = 0,
+    ) -> "RoutingMap":
         """Create a convolutional map: each parent site has edges from a window of child sites.
 
-        Each position in the window has its own transform (K = kernel_size²). Sites and positions are numbered row by
-        row. Padding adds no edges: a window that extends beyond the child grid has fewer children.
+        Each position in the window has its own transform (K = kernel height × kernel width). Sites and positions are
+        numbered row by row. Padding adds no edges: a window that extends beyond the child grid has fewer children.
 
         Arguments:
-            child_grid: (height, width) of the grid of child sites.
-            kernel_size: height and width of the window, in child sites.
-            stride: distance between neighbouring windows, in child sites.
-            padding: width of the empty border around the child grid, in child sites, in [0, kernel_size).
+            child_grid: (height, width) of the grid of child sites; (1, length) for a series.
+            kernel_size: height and width of the window, in child sites: one integer for both, or (height, width).
+            stride: distance between neighbouring windows, in child sites: one integer, or (vertical, horizontal).
+            padding: width of the empty border around the child grid, in child sites, in [0, kernel_size): one integer,
+                or (vertical, horizontal).
 
         Raises:
-            ValueError: a size is not an integer of at least 1, ``padding`` is not an integer in [0, kernel_size), or
-                the window exceeds the padded grid.
+            ValueError: a size is not an integer of at least 1 or two such integers, ``padding`` is not in
+                [0, kernel_size), or the window exceeds the padded grid.
+
+        Example:
+            >>> RoutingMap.conv((1, 24), kernel_size=(1, 5)).parent_grid
+            (1, 20)
         """
         check_shape("child_grid", child_grid, "height, width")
-        check_sizes(kernel_size=kernel_size, stride=stride)
-        check_padding(padding, most=kernel_size - 1)
-        height, width = child_grid
-        if min(height, width) + 2 * padding < kernel_size:
+        kernel, step = pair("kernel_size", kernel_size), pair("stride", stride)
+        border = pair("padding", padding, least=0)
+        for size, most in zip(border, kernel, strict=True):
+            check_padding(size, most - 1)
+        axes = [*zip(child_grid, kernel, step, border, strict=True)]
+        if any(count + 2 * outside < size for count, size, _, outside in axes):
+            series = f"; for a series, use kernel_size=(1, {kernel[1]})" if child_grid[0] == 1 < kernel[0] else ""
             raise ValueError(
-                f"kernel_size {kernel_size} is larger than the {height}×{width} child_grid with padding {padding}: "
-                "use a larger image, a smaller kernel or more padding"
+                f"kernel_size {kernel_size} is larger than the {child_grid[0]}×{child_grid[1]} child_grid with padding "
+                f"{padding}: use a larger image, a smaller kernel or more padding{series}"
             )
-        parent_height = (height + 2 * padding - kernel_size) // stride + 1
-        parent_width = (width + 2 * padding - kernel_size) // stride + 1
+        height, width = ((count + 2 * outside - size) // by + 1 for count, size, by, outside in axes)
         parent_row, parent_column, kernel_row, kernel_column = torch.meshgrid(
-            *(torch.arange(n, device="cpu") for n in (parent_height, parent_width, kernel_size, kernel_size)),
-            indexing="ij",
+            *(torch.arange(n, device="cpu") for n in (height, width, *kernel)), indexing="ij"
         )
-        row = parent_row * stride - padding + kernel_row
-        column = parent_column * stride - padding + kernel_column
-        inside = (row >= 0) & (row < height) & (column >= 0) & (column < width)
-        child = row * width + column
-        parent = parent_row * parent_width + parent_column
-        transform = kernel_row * kernel_size + kernel_column
+        row = parent_row * step[0] - border[0] + kernel_row
+        column = parent_column * step[1] - border[1] + kernel_column
+        inside = (row >= 0) & (row < child_grid[0]) & (column >= 0) & (column < child_grid[1])
+        child, parent = row * child_grid[1] + column, parent_row * width + parent_column
+        transform = kernel_row * kernel[1] + kernel_column
         edges = torch.stack([child[inside], parent[inside], transform[inside]], dim=1)
-        return cls(edges, height * width, parent_height * parent_width, kernel_size**2, (parent_height, parent_width))
+        return cls(edges, child_grid[0] * child_grid[1], height * width, kernel[0] * kernel[1], (height, width))
+
+    def transposed(self, parent_grid: tuple[int, int] | None = None) -> "RoutingMap":
+        """Create the map in the other direction: child and parent sites are swapped, as in a transposed convolution.
+
+        Arguments:
+            parent_grid: (height, width) of the new parent sites, which are the child sites of this map; None for
+                (1, S).
+
+        Raises:
+            ValueError: ``parent_grid`` does not have S sites.
+
+        Example:
+            >>> RoutingMap.conv((8, 8), kernel_size=2, stride=2).transposed((8, 8)).parent_grid
+            (8, 8)
+        """
+        grid = (1, self.child_sites) if parent_grid is None else parent_grid
+        return RoutingMap(self.edges[:, [1, 0, 2]], self.parent_sites, self.child_sites, self.transforms, grid)
 
     def votes(
         self, pose: Float[Tensor, "B S C R Q"], transform: Float[Tensor, "K C J Q N"]
@@ -301,8 +288,10 @@ class RoutingMap:
             raise ValueError(f"transform must be a tensor [K, C, J, Q, N]; got {described(transform)}")
         poses, transforms = pose.shape, transform.shape
         if len(poses) != 5 or len(transforms) != 5:
+            cure = ": use pose[..., None, :] for vector poses" if len(poses) == 4 else ""
             raise ValueError(
                 f"pose must be [B, S, C, R, Q] and transform [K, C, J, Q, N]; got {list(poses)} and {list(transforms)}"
+                + cure
             )
         for name, tensor, shape in (("pose", pose, poses), ("transform", transform, transforms)):
             check_floating(name, tensor)
