@@ -26,6 +26,7 @@ from torchcaps import Classifier, PooledCNN, Preprocessing
 from torchcaps.batches import Batches, ImageBatches
 from torchcaps.cli import LONGEST, LONGEST_WAIT, QUIET_SECONDS, _OneInterrupt
 from torchcaps.cli.common import print_classes
+from torchcaps.confusion import per_class
 from torchcaps.data import Images, load_image_table
 from torchcaps.data.files import atomically
 from torchcaps.export import _compiled
@@ -340,11 +341,23 @@ def test_several_processes_check_one_new_folder_at_the_same_time(tmp_path):
     assert not any(tmp_path.iterdir())
 
 
-def test_classes_without_test_images_do_not_hide_the_classes_with_the_lowest_recall(capsys):
-    classes = {f"c{number}": {"images": 0, "precision_percent": None, "recall_percent": None} for number in range(40)}
-    classes["c39"] = {"images": 4, "precision_percent": 0.0, "recall_percent": 0.0}
-    print_classes(classes)
-    assert "c39" in capsys.readouterr().out
+def test_of_many_classes_those_with_errors_are_printed_lowest_recall_first(capsys):
+    names = [f"c{number}" for number in range(60)]
+    confusion = 4 * torch.eye(60).long()
+    confusion[:20] = 0  # classes without images
+    print_classes(per_class(confusion, names))
+    assert capsys.readouterr().out == "no errors in the 60 classes\n"
+    confusion[59] = torch.arange(60) == 3
+    confusion[40, 7] = 1
+    print_classes(per_class(confusion, names))
+    out = capsys.readouterr().out
+    assert "the 2 of 60 classes with the lowest recall" in out
+    rows = [re.split(r"[^\w.-]+", line)[1:-1] for line in out.splitlines() if re.search(r"\bc\d", line)]
+    assert rows == [["c59", "1", "-", "0.0", "c3"], ["c40", "5", "100.0", "80.0", "c7"]]
+    print_classes(per_class(confusion.roll(1, dims=1), names))
+    assert "20 of 60 classes with the lowest recall; 20 more have a recall of 0.0 %" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 def test_a_run_whose_path_contains_two_colons_can_be_resumed(call, images, tmp_path):

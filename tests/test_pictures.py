@@ -6,7 +6,7 @@ from matplotlib.image import imread
 from torchcaps import CapsNet, Classifier, PooledCapsNet, Preprocessing, inspect
 from torchcaps.data import Images
 from torchcaps.data.files import write_picture
-from torchcaps.errors import caption
+from torchcaps.errors import caption, captions
 from torchcaps.experiments import dimensions, em_mnist, two_digits
 from torchcaps.pictures import save_curves
 
@@ -17,6 +17,15 @@ def test_long_names_in_pictures_keep_beginning_and_end_and_fit_their_width():
     assert caption(one, 14) != caption(other, 14)
     assert caption("价格很高的类别", 14) == "价格很高的类别"
     assert caption("价格很高的类别", 10) == "价格…类别"
+
+
+def test_names_with_the_same_beginning_and_end_have_different_captions():
+    names = [f"radiograph of the left {part}, lateral view" for part in ("knee", "hip", "wrist")] + [
+        "价格很高的类别" * 3
+    ] * 2
+    found = captions([*names, "cat"], 14)
+    assert found == ["radiograp… (0)", "radiograp… (1)", "radiograp… (2)", "价格很高… (3)", "价格很高… (4)", "cat"]
+    assert captions(["cat", "cat"], 14) == ["cat (0)", "cat (1)"]
 
 
 def test_class_names_with_dollar_signs_are_drawn_by_the_experiments(tmp_path):

@@ -19,7 +19,27 @@ from torchcaps.data import Images, Preprocessing
 from torchcaps.data.image_files import ImageFiles, Paths
 from torchcaps.devices import reproducible
 from torchcaps.evaluation import evaluate
-from torchcaps.scores import BINS, MeanScores, calibration_error_percent, probabilities, top_5_percent, write_scores
+from torchcaps.model_card import _escaped
+from torchcaps.scores import (
+    BINS,
+    MeanScores,
+    calibration_error_percent,
+    probabilities,
+    scores_apart,
+    top_5_percent,
+    write_scores,
+)
+
+
+def test_scores_are_written_with_as_many_decimals_as_tell_them_apart():
+    assert scores_apart([0.9, 0.25]) == ["0.90", "0.25"]
+    assert scores_apart([0.99999, 0.9999, 0.9]) == ["1.0000", "0.9999", "0.9000"]
+    assert scores_apart([0.5, 0.5], digits=3) == ["0.500", "0.500"]
+    assert scores_apart([1.0, 1.0 - 1e-9], digits=3) == ["1.000000", "1.000000"]
+
+
+def test_class_names_are_shown_literally_in_markdown():
+    assert _escaped("__init__ $x$ ~~a~~ a&amp;b #1") == r"\_\_init\_\_ \$x\$ \~\~a\~\~ a\&amp;b \#1"
 
 
 def calibration_error_in_plain_loops(scores, labels):

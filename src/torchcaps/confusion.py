@@ -12,7 +12,7 @@ from torchmetrics.classification import MulticlassConfusionMatrix
 
 from torchcaps.checks import bounds
 from torchcaps.data.files import write_picture
-from torchcaps.errors import DataWarning, caption
+from torchcaps.errors import DataWarning, captions
 
 MOST_NUMBERED = 20
 """Largest number of classes for which the picture shows every count as a number."""
@@ -40,9 +40,11 @@ class ConfusionMatrix(MulticlassConfusionMatrix):
 
 
 def per_class(confusion: Int64[Tensor, "K K"], class_names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Compute the number of images, the precision and the recall of each class.
+    """Compute the number of images, the precision and the recall of each class, and the class it is mistaken for.
 
     The precision is None for a class that is never predicted. The recall is None for a class without images.
+    ``mistaken_for`` is the class that is predicted most often for wrongly classified images; None if there are no such
+    images.
 
     Arguments:
         confusion: ``[K, K]``, number of images for each true class (row) and each predicted class (column).
@@ -51,12 +53,16 @@ def per_class(confusion: Int64[Tensor, "K K"], class_names: Sequence[str]) -> di
     Example:
         >>> import torch
         >>> per_class(torch.tensor([[3, 1], [0, 0]]), ("cat", "dog"))["cat"]
-        {'images': 4, 'precision_percent': 100.0, 'recall_percent': 75.0}
+        {'images': 4, 'precision_percent': 100.0, 'recall_percent': 75.0, 'mistaken_for': 'dog'}
     """
+    wrong = confusion - confusion.diagonal().diag()
+    most = [
+        class_names[index] if count else None for count, index in zip(*map(Tensor.tolist, wrong.max(1)), strict=True)
+    ]
     correct, of_class, predicted = confusion.diagonal().tolist(), confusion.sum(1).tolist(), confusion.sum(0).tolist()
     return {
         name: {"images": of_class[k], "precision_percent": _share(correct[k], predicted[k])}
-        | {"recall_percent": _share(correct[k], of_class[k])}
+        | {"recall_percent": _share(correct[k], of_class[k]), "mistaken_for": most[k]}
         for k, name in enumerate(class_names)
     }
 
@@ -86,7 +92,7 @@ def save_confusion(confusion: Int64[Tensor, "K K"], class_names: Sequence[str], 
     """
     from matplotlib.figure import Figure
 
-    names = [caption(name) for name in class_names]
+    names = captions(class_names)
     count = len(names)
     side = min(14.0, 3.4 + 0.45 * count)
     figure = Figure(figsize=(side + 1, side), layout="constrained")

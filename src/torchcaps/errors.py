@@ -2,7 +2,8 @@
 
 import difflib
 import unicodedata
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 
@@ -118,12 +119,36 @@ def caption(text: str, most: int = 24) -> str:
         'a lo…ass'
     """
     text = printable(text)
-    widths = [2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in text]
+    widths = [_width(letter) for letter in text]
     if sum(widths) <= most:
         return text
     first = sum(width <= most // 2 for width in accumulate(widths))
     last = sum(width <= most - 1 - most // 2 for width in accumulate(reversed(widths)))
     return f"{text[:first]}…{text[len(text) - last :]}"
+
+
+def captions(texts: Sequence[str], most: int = 24) -> list[str]:
+    """Return the `caption` of each text. Equal captions end with the place of the text in the list, from 0.
+
+    Example:
+        >>> captions(["view of the left knee", "view of the left hip"], most=12)
+        ['view… (0)', 'view… (1)']
+    """
+    found = [caption(text, most) for text in texts]
+    count = Counter(found)
+    for place, text in enumerate(texts):
+        if count[found[place]] > 1:
+            mark = f" ({place})"
+            start, room = printable(text), most - len(mark)
+            if sum(map(_width, start)) > room:
+                last = sum(width <= room - 1 for width in accumulate(map(_width, start)))
+                start = f"{start[:last]}…"
+            found[place] = start + mark
+    return found
+
+
+def _width(letter: str) -> int:
+    return 2 if unicodedata.east_asian_width(letter) in "WF" else 1
 
 
 def printable(text: str) -> str:

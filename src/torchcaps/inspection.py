@@ -13,10 +13,11 @@ from torch import Tensor
 from torchcaps.capsules import Capsules, Prediction
 from torchcaps.checks import described
 from torchcaps.classifier import Classifier, check_finite
-from torchcaps.errors import BadInput, caption
+from torchcaps.errors import BadInput, captions
 from torchcaps.feature_maps import feature_maps, in_the_image, place_of
 from torchcaps.pictures import COLOURS, as_picture
 from torchcaps.recording import RECORDING, Layer, equal_parts, recorded
+from torchcaps.scores import scores_apart
 from torchcaps.threads import evaluating
 
 if TYPE_CHECKING:
@@ -66,6 +67,8 @@ class Inspection:
         figure = Figure(figsize=(2.2 * (passes + 2), 2.3 * rows), layout="constrained")
         axes = figure.subplots(rows, passes + 2, squeeze=False)
         picture = as_picture(self.image)
+        labels = captions(self.class_names)
+        numbers = scores_apart(self.scores[best].tolist())
         for row, index in enumerate(best):
             for number in range(passes):
                 axis = axes[row, 2 + number]
@@ -73,8 +76,7 @@ class Inspection:
                 axis.imshow(self.support[number, index].numpy(), cmap="inferno", alpha=0.65, vmin=0)
                 if not row:
                     axis.set_title(f"iteration {number + 1}", fontsize=9)
-            name = f"{caption(self.class_names[index])}: {self.scores[index]:.2f}"
-            axes[row, 2].set_ylabel(name, fontsize=9, parse_math=False)
+            axes[row, 2].set_ylabel(f"{labels[index]}: {numbers[row]}", fontsize=9, parse_math=False)
         axes[0, 0].imshow(picture, cmap="gray", vmin=0, vmax=1)
         axes[0, 0].set_title("image", fontsize=9)
         if self.reconstruction is not None:
@@ -85,8 +87,8 @@ class Inspection:
         bars = axes[0, 1]
         colours = [COLOURS[0] if index in best else COLOURS[3] for index in shown]
         bars.barh(range(len(shown)), self.scores[shown].numpy(), color=colours)
-        names = [caption(self.class_names[index], 12) for index in shown]
-        bars.set_yticks(range(len(shown)), names, fontsize=7, parse_math=False)
+        labels = captions(self.class_names, 12)
+        bars.set_yticks(range(len(shown)), [labels[index] for index in shown], fontsize=7, parse_math=False)
         bars.invert_yaxis()
         bars.set_title("scores" if len(shown) == classes else f"{len(shown)} highest scores", fontsize=9)
         bars.xaxis.set_major_locator(MaxNLocator(3))

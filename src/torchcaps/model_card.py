@@ -132,7 +132,12 @@ def publish(run: Path, folder: Path) -> Path:
             model=recipe.model,
             parameters=sum(parameter.numel() for parameter in model.parameters()),
             count=len(classifier.class_names),
-            classes=", ".join(map(_escaped, classifier.class_names)),
+            classes=", ".join(map(_escaped, classifier.class_names[:20]))
+            + (
+                f" and {len(classifier.class_names) - 20} more, see config.json"
+                if len(classifier.class_names) > 20
+                else ""
+            ),
             own="".join(
                 f" First import the module that adds the rule `{name}` to `torchcaps.ROUTINGS`." for name in own
             ),
@@ -164,7 +169,7 @@ def publish(run: Path, folder: Path) -> Path:
 
 def _escaped(text: str) -> str:
     """Escape the characters that Markdown would not show as they are."""
-    return re.sub(r"([\\`*<>\[\]|])", r"\\\1", printable(text))
+    return re.sub(r"([\\`*_{}\[\]<>()#+!|&$~-])", r"\\\1", printable(text))
 
 
 def about(data: str) -> str:

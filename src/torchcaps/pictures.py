@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from torchcaps.data import Images, Preprocessing
 from torchcaps.data.files import write_picture
-from torchcaps.errors import caption
+from torchcaps.errors import captions
 from torchcaps.threads import evaluating
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#999999")
@@ -130,7 +130,7 @@ def _draw(
             return
         winners = prediction.scores.argmax(dim=1).cpu()
     rows = [("image", inputs)] if drawn is None else [("image", inputs), ("reconstruction", drawn.float().cpu())]
-    names = [caption(name, 14) for name in images.class_names]  # a column is about 15 letters wide
+    names = captions(images.class_names, 14)  # a column is about 15 letters wide
     width, height = 0.3 + 1.1 * len(images), 0.6 + 1.1 * len(rows)
     figure = Figure(figsize=(width, height))
     axis = figure.add_axes((0, 0, 1, 1))

@@ -75,8 +75,8 @@ def write_run_report(folder: Path, out: Path) -> None:
     if metrics:
         parts += ["<h2>Metrics</h2>", _table(("metric", "value"), [*metrics.items()])]
     if classes:
-        cells = [(name, *values.values()) for name, values in classes.items()]
-        parts += ["<h2>Classes</h2>", _table(("class", *next(iter(classes.values()))), cells)]
+        cells = [(number, name, *values.values()) for number, (name, values) in enumerate(classes.items())]
+        parts += ["<h2>Classes</h2>", _table(("number", "class", *next(iter(classes.values()))), cells)]
     parts += ["<h2>Epochs</h2>", _table(tuple(rows[0]), [tuple(row.values()) for row in rows])]
     for title, content in (("Recipe", run.recipe.plain()), ("Data", run.data), ("Environment", run.environment)):
         parts += [f"<h2>{title}</h2>", f"<pre>{_text(json.dumps(content, indent=2, ensure_ascii=False))}</pre>"]

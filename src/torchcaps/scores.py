@@ -34,6 +34,21 @@ class MeanScores(nn.Module):
         return Prediction(torch.stack([model(images).scores.float() for model in self.models]).mean(dim=0))
 
 
+def scores_apart(scores: Sequence[float], digits: int = 2) -> list[str]:
+    """Format scores with at least `digits` decimals, and with as many as show which are different, at most 6.
+
+    Example:
+        >>> scores_apart([0.99988, 0.9994], digits=3)
+        ['0.9999', '0.9994']
+    """
+    shown: list[str] = []
+    for count in range(digits, 7):
+        shown = [f"{score:.{count}f}" for score in scores]
+        if len({*shown}) == len({*scores}):
+            break
+    return shown
+
+
 def probabilities(scores: Float[Tensor, "N K"], logits: bool | None = None, loss: str = "") -> Float[Tensor, "N K"]:
     """Convert the scores of a split to numbers that sum to 1 for each image.
 

@@ -219,14 +219,16 @@ def splits_for(
     splits = load_splits(name, data_dir, cache=cache, **options)  # type: ignore[arg-type]
     found = splits.train
     if found.class_names != tuple(classifier.class_names) and {*found.class_names} == {*classifier.class_names}:
+        pairs = zip(found.class_names, classifier.class_names, strict=False)
+        place = next(k for k, (one, other) in enumerate(pairs) if one != other)
         raise BadInput(
-            f"{name} has the classes of the network in another order, {', '.join(found.class_names)}: number its "
-            f"classes in the order {', '.join(classifier.class_names)}"
+            f"{name} has the classes of the network in another order (class {place} is {found.class_names[place]} "
+            f"instead of {classifier.class_names[place]}): number its classes as in the config.json of the network"
         )
     if found.class_names != tuple(classifier.class_names):
         raise BadInput(
-            f"{name} has the classes {', '.join(found.class_names)}, but the network was trained on "
-            f"{', '.join(classifier.class_names)}: use --data to choose images with the same classes"
+            f"the classes of {name} and of the network differ ({differences(found.class_names, classifier)}): use "
+            "--data to choose images with the same classes"
         )
     if found.image_shape != classifier.image_shape:
         raise BadInput(
@@ -234,6 +236,20 @@ def splits_for(
             "use --data to choose images of the same shape"
         )
     return splits
+
+
+def differences(class_names: Sequence[str], classifier: "Classifier") -> str:
+    """Name at most three classes that only the data or only the network has."""
+    of_network, of_data = set(classifier.class_names), set(class_names)
+    parts = []
+    for owner, names in (
+        ("the data", [name for name in class_names if name not in of_network]),
+        ("the network", [name for name in classifier.class_names if name not in of_data]),
+    ):
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            parts.append(f"only {owner}: {', '.join(names[:3])}{more}")
+    return "; ".join(parts)
 
 
 def image_options(classifier: "Classifier") -> dict[str, Any]:
@@ -254,10 +270,18 @@ def same_data(one: str, other: str) -> bool:
 
 
 def print_classes(classes: dict[str, dict[str, Any]]) -> None:
-    """Print images, precision and recall per class. If there are many classes, print those with the lowest recall."""
-    recall = {name: values["recall_percent"] for name, values in classes.items()}  # None: no images
-    lowest = sorted(classes, key=lambda name: 101 if recall[name] is None else recall[name])[:MOST_CLASSES]
-    shown = [name for name in classes if name in lowest]
-    title = "" if len(shown) == len(classes) else f"the {len(shown)} of {len(classes)} classes with the lowest recall"
+    """Print the results of `per_class`. If there are many classes, print those with errors and the lowest recall."""
+    shown, title = [*classes], ""
+    if len(classes) > MOST_CLASSES:
+        recall = {name: values["recall_percent"] for name, values in classes.items()}  # None: no images
+        wrong = [name for name in classes if recall[name] is not None and recall[name] < 100]
+        shown = sorted(wrong, key=recall.__getitem__)[:MOST_CLASSES]
+        if not shown:
+            print(f"no errors in the {len(classes)} classes")
+            return
+        title = f"the {len(shown)} of {len(classes)} classes with the lowest recall"
+        most = recall[shown[-1]]
+        if more := sum(recall[name] == most for name in {*wrong}.difference(shown)):
+            title += f"; {more} more have a recall of {most} %"
     rows = [(name, *(("-" if value is None else value) for value in classes[name].values())) for name in shown]
-    print_table(("class", "images", "precision %", "recall %"), rows, title)
+    print_table(("class", "images", "precision %", "recall %", "mistaken for"), rows, title)

@@ -29,7 +29,7 @@ def predict(
     from rich.progress import track
 
     from torchcaps.classifier import Classifier
-    from torchcaps.scores import write_predictions
+    from torchcaps.scores import scores_apart, write_predictions
 
     paths = [path for given in images for path in images_in(given)]
     if table is not None:
@@ -57,7 +57,8 @@ def predict(
     for path, answer in answers:
         best = answer.scores[0].sort(descending=True, stable=True)  # of equal scores, argmax takes the first
         first, second = (classifier.class_names[index] for index in best.indices[:2].tolist())
-        lines.append((path, first, f"{best.values[0]:.3f}", second, f"{best.values[1]:.3f}"))
+        high, low = scores_apart(best.values[:2].tolist(), digits=3)
+        lines.append((path, first, high, second, low))
     print_table(("image", "class", "score", "runner-up", "score"), lines)
 
 

@@ -48,7 +48,12 @@ def recipes(
         rule = "" if routing is None else " ".join([routing.name, *(f"{k}={v}" for k, v in routing.options.items())])
         summary = _description(key).partition("\n")[0]
         lines.append((key, one.model, rule, sources[key], one.epochs, summary))
-    print_table(("recipe", "model", "routing", "data", "epochs", "description"), lines)
+    table = [("recipe", "model", "routing", "data", "epochs", "description"), *lines]
+    columns = [*zip(*table, strict=True)]
+    if data is not None:
+        del columns[3]  # all values are the same
+    header, *lines = zip(*columns, strict=True)
+    print_table(header, lines)
 
 
 def _description(name: str) -> str:

@@ -338,7 +338,8 @@ def load_test_images(
         )
     if unknown := [name for name in images.class_names if name not in class_names]:
         raise BadInput(
-            f"{folder_or_table} has the class {unknown[0]}, but the network was trained on {', '.join(class_names)}: "
+            f"{folder_or_table} has the class {unknown[0]}, but the network was trained on "
+            f"{', '.join(class_names) if len(class_names) <= 20 else f'{len(class_names)} other classes'}: "
             "use images of these classes"
         )
     numbers = torch.tensor([class_names.index(name) for name in images.class_names], device="cpu")

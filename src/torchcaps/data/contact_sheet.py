@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from torchcaps.data.files import atomically
 from torchcaps.data.images import Images
-from torchcaps.errors import caption
+from torchcaps.errors import captions
 
 MOST_CLASSES = 100
 """Largest number of classes in one picture."""
@@ -45,7 +45,7 @@ def save_contact_sheet(images: Images, path: Path, columns: int = 10, seed: int 
     """
     from matplotlib.figure import Figure
 
-    names = [caption(name, LONGEST_NAME) for name in images.class_names[:MOST_CLASSES]]
+    names = captions(images.class_names[:MOST_CLASSES], LONGEST_NAME)
     rows, columns = len(names), min(columns, int(images.labels.bincount(minlength=1).max()))
     sheet, height, width = _mosaic(images, rows, columns, seed)
     inches = min(1.0, LONGEST_PICTURE / 100 / max(rows, columns)) / max(height, width)

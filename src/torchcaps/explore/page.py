@@ -23,8 +23,8 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 SLIDERS = 16
 """Largest number of sliders. Each slider changes one number of the pose of a class capsule."""
-VIEWS = 16
-"""Number of results that stay in memory."""
+MOST_BYTES = 2**28
+"""Size of the results that stay in memory."""
 PROMPT = "Draw a digit, or upload an image."
 POLICY = (
     "default-src 'self' data: blob: 'unsafe-inline' 'unsafe-eval'; connect-src 'self' data: blob:; "
@@ -38,8 +38,11 @@ TO_URL = """(network, rule, iterations, epsilon, number, category, instance, ele
 CSS = """.picture > label {
     position: static; width: fit-content; max-width: calc(100% - 2.5em); white-space: normal; overflow: visible;
 }
-body:not(.dark) button[role=tab][aria-selected=true] { color: #c2410c; }"""
-"""Puts the label of a picture above it instead of on it, and gives the selected tab the contrast of WCAG AA."""
+body:not(.dark) button[role=tab][aria-selected=true] { color: #c2410c; }
+input[type=range]:focus-visible { outline: 2px solid #c2410c; outline-offset: 4px; }
+.block:not(:focus-within) [role=listbox] { display: none; }"""
+"""Puts the label of a picture above it instead of on it, gives the selected tab the contrast of WCAG AA, marks the
+slider that has the focus, and closes the list of a control that has lost the focus."""
 ON_LOAD = """() => {
     document.querySelector("#message").setAttribute("aria-live", "polite");
     const wait = setInterval(() => {
@@ -204,7 +207,7 @@ class Callbacks:
             view = self.views.get(key)
             if view is None:
                 view = self.views[key] = self.explorer.view(network, pixels, rule, iterations, epsilon)
-                if len(self.views) > VIEWS:
+                while len(self.views) > 1 and sum(one.found.support.nbytes for one in self.views.values()) > MOST_BYTES:
                     self.views.popitem(last=False)
         return view
 
