@@ -269,7 +269,7 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS, FORM> {
   }
 
   void add_uniform(const Child* pose, const Child* activation, int from, int to, int c0, int c1, int block, V* sum, const V* centres) const {
-    constexpr int TOGETHER = !COLUMNS ? 0 : ROWS % 2 == 0 && TORCHCAPS_REGISTERS == 32 ? 2 : 1;  // rows whose sums stay in registers
+    constexpr int TOGETHER = !COLUMNS ? 0 : ROWS % 2 == 0 ? 2 : 1;  // rows that share the reads of a transform
     constexpr int NUMBERS = TOGETHER ? TOGETHER * COLUMNS : MOST;
     const int step = TOGETHER ? TOGETHER : rows(), count = step * columns();
     for (int r = 0; r < rows(); r += step) {
