@@ -68,6 +68,15 @@ def test_the_factors_on_a_gpu_equal_the_stored_results():
         assert [float(x) for x in factors] == [float(f"{x:.{2 if x < 1 else 1}f}") for x in right]
 
 
+def test_the_readme_has_the_times_of_the_published_implementations():
+    with (ROOT / "results" / "bench-published-warm.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["case"].endswith("forward and backward")]
+    slower = [float(row["ratio"]) for row in rows if row["implementation"] != "fused"]
+    assert len(slower) == 6
+    sentence = f"give equal values and gradients, and take {min(slower):.0f} to {max(slower):.0f} times as long."
+    assert sentence in " ".join((ROOT / "README.md").read_text().split())
+
+
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", *(p.name for p in (ROOT / "docs").glob("*.md"))])
 def test_every_link_to_a_file_leads_to_an_existing_file(page):
     path = next(each for each in (ROOT / page, ROOT / "docs" / page) if each.exists())
