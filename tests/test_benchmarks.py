@@ -223,6 +223,8 @@ def test_published_implementations_get_the_same_inputs_as_fused_routing(clones):
 
 
 def test_published_implementations_that_are_missing_or_changed_are_not_run(refused, tmp_path, clones):
+    line = refused("bench", "published")
+    assert all(f"https://github.com/{source.repository}" in line for source, *_ in map(PUBLISHED.get, STAND_INS))
     line = refused("bench", "published", "--clones", tmp_path / "empty")
     assert "error: --clones: " in line
     assert "git clone https://github.com/yl-1993/Matrix-Capsules-EM-PyTorch into" in line

@@ -23,6 +23,22 @@ WEIGHTS = Path(__file__).parents[1] / "weights"
 ANSWER = "document.querySelector('#message').innerText.includes('{}')"
 
 
+def test_the_oldest_results_are_removed_from_memory(monkeypatch):
+    import torch
+
+    from torchcaps.explore import Explorer, page
+
+    explorer = Explorer({"digits": WEIGHTS / "efficient-capsnet-mnist"})
+    callbacks = page.Callbacks(explorer)
+    (name,) = explorer.sources
+    images = [torch.full((1, 28, 28), 20 * k, dtype=torch.uint8) for k in range(4)]
+    size = callbacks._view(name, images[0], "self_attention", 1, 0.0).found.support.nbytes
+    monkeypatch.setattr(page, "MOST_BYTES", 2 * size)
+    for image in images:
+        callbacks._view(name, image, "self_attention", 1, 0.0)
+    assert [key[1] for key in callbacks.views] == [image.numpy().tobytes() for image in images[-2:]]
+
+
 @pytest.fixture(scope="module")
 def address(tmp_path_factory):
     """Serve the weights of the repository and a network with a decoder; return the address."""

@@ -5,11 +5,13 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from image_trees import tree
 from test_models import NETWORKS, SMALL
 from torchcaps import ROUTINGS, BadInput, Classifier, Preprocessing, Routing, cli, create_model
 from torchcaps.data import Images
@@ -255,6 +257,10 @@ def test_bad_arguments_of_the_command_are_refused(refused, tmp_path):
     assert "does not exist: give a run folder" in refused("export", tmp_path / "none", "--out", tmp_path / "x.onnx")
     onnx = (*export, tmp_path / "x.onnx", "--data", "mnist-5k")
     assert "and of the network differ (only the data: 0, 1, 2 and 7 more; only the network: a, b, ß)" in refused(*onnx)
+    replace(weights, class_names=("a", "ß", "b")).save_pretrained(tmp_path / "other")
+    photos = tree(tmp_path / "photos", ("a", "b", "ß"), size=(22, 20))
+    line = refused("export", tmp_path / "other", "--out", tmp_path / "x.onnx", "--data", photos)
+    assert "has the classes of the network in another order (class 1 is b instead of ß): number its classes" in line
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,7 @@ def test_layers_over_a_series_have_a_transform_for_each_position_in_the_window()
     ("sizes", "message"),
     [
         ({"kernel_size": 5}, r"larger than the 1×24 .*more padding; for a series, use kernel_size=\(1, 5\)$"),
+        ({"kernel_size": 25}, "larger than the 1×24 .*more padding$"),
         ({"kernel_size": (1, 0)}, r"kernel_size must be one integer, or two, of at least 1; got tuple \(1, 0\)"),
         ({"kernel_size": (1, 2, 3)}, r"kernel_size must be one integer, or two, of at least 1; got tuple \(1, 2, 3\)"),
         ({"kernel_size": (1, 3), "stride": (1, 1.0)}, "stride must be one integer, or two, of at least 1"),
@@ -136,7 +137,7 @@ def test_children_without_a_dimension_of_sites_or_rows_are_refused():
 @pytest.mark.usefixtures("untyped")
 def test_losses_name_the_loss_for_several_classes_and_the_shapes_for_scores_per_pixel():
     several = torch.tensor([[1, 0, 1], [0, 0, 1]])
-    with pytest.raises(ValueError, match="for several classes per sample, use margin_loss"):
+    with pytest.raises(ValueError, match=r"argmax.*; for several classes per sample, use margin_loss"):
         activation_logit_cross_entropy(torch.rand(2, 3), several)
-    with pytest.raises(ValueError, match=r"pass scores.flatten\(0, -2\) and target.flatten\(\)"):
+    with pytest.raises(ValueError, match=r"pass prediction.scores, or flatten all dimensions except the classes"):
         margin_loss(torch.rand(2, 4, 3), torch.zeros(2, 4).long())

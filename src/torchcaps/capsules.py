@@ -55,10 +55,11 @@ class Capsules(NamedTuple):
     def masked(self, keep: Bool[Tensor, "B S"] | Bool[Tensor, "B S C"]) -> "Capsules":
         """Set the poses and the activations of some capsules to 0, for example of padding.
 
-        Such capsules have no effect on the parents, with two exceptions. In `ClassCaps`, the coordinates of a capsule
+        Such capsules have no effect on the parents, with three exceptions. In `ClassCaps`, the coordinates of a capsule
         still vote, unless the rule uses the activations of the children. EM routing counts all children in the cost of
-        a parent; with its option ``normalise_data=False``, it does not. Parents without any other children can have an
-        activation above 0: mask them too.
+        a parent; with its option ``normalise_data=False``, it does not. The statistics of a BatchNorm, as in
+        `PoseNorm` and in variational Bayes routing in training mode, include masked capsules and their parents. Parents
+        without any other children can have an activation above 0: mask them too.
 
         Arguments:
             keep: ``[B, S]`` or ``[B, S, C]``, True for the capsules that keep their pose and activation.

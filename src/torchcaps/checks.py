@@ -208,7 +208,7 @@ def pair(name: str, value: Any, least: int = 1) -> tuple[int, int]:
     Raises:
         ValueError: ``value`` is not an integer of at least ``least``, or two such integers.
     """
-    if not isinstance(value, Sequence):
+    if not isinstance(value, list | tuple):
         check_integer(name, value, least)
         return value, value
     if len(value) != 2 or any(not _is_integer(n) or n < least for n in value):

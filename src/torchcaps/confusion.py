@@ -43,8 +43,8 @@ def per_class(confusion: Int64[Tensor, "K K"], class_names: Sequence[str]) -> di
     """Compute the number of images, the precision and the recall of each class, and the class it is mistaken for.
 
     The precision is None for a class that is never predicted. The recall is None for a class without images.
-    ``mistaken_for`` is the class that is predicted most often for wrongly classified images; None if there are no such
-    images.
+    ``mistaken_for`` is the most frequent prediction for the wrongly classified images of this class, or the first of
+    several; None if there are no such images.
 
     Arguments:
         confusion: ``[K, K]``, number of images for each true class (row) and each predicted class (column).
@@ -55,10 +55,11 @@ def per_class(confusion: Int64[Tensor, "K K"], class_names: Sequence[str]) -> di
         >>> per_class(torch.tensor([[3, 1], [0, 0]]), ("cat", "dog"))["cat"]
         {'images': 4, 'precision_percent': 100.0, 'recall_percent': 75.0, 'mistaken_for': 'dog'}
     """
-    wrong = confusion - confusion.diagonal().diag()
-    most = [
-        class_names[index] if count else None for count, index in zip(*map(Tensor.tolist, wrong.max(1)), strict=True)
-    ]
+    most: list[str | None] = []
+    for k, row in enumerate(confusion):
+        wrong = row.clone()
+        wrong[k] = 0
+        most.append(class_names[int(wrong.argmax())] if wrong.any() else None)
     correct, of_class, predicted = confusion.diagonal().tolist(), confusion.sum(1).tolist(), confusion.sum(0).tolist()
     return {
         name: {"images": of_class[k], "precision_percent": _share(correct[k], predicted[k])}

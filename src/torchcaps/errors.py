@@ -131,8 +131,8 @@ def captions(texts: Sequence[str], most: int = 24) -> list[str]:
     """Return the `caption` of each text. Equal captions end with the place of the text in the list, from 0.
 
     Example:
-        >>> captions(["view of the left knee", "view of the left hip"], most=12)
-        ['view… (0)', 'view… (1)']
+        >>> captions(["view of the left knee, lateral", "view of the left hip, lateral"], most=12)
+        ['view of… (0)', 'view of… (1)']
     """
     found = [caption(text, most) for text in texts]
     count = Counter(found)

@@ -337,8 +337,8 @@ def check_loss(loss: str, model: str, logits: bool) -> None:
 
 def _classes(target: Tensor, scores: Tensor) -> Tensor:
     if not isinstance(target, Tensor) or target.shape != scores.shape[:1] or target.dtype not in INTEGERS:
-        several = isinstance(target, Tensor) and target.shape == scores.shape
-        cure = ": for several classes per sample, use margin_loss" if several else ""
+        same = isinstance(target, Tensor) and target.shape == scores.shape and scores.shape[1] > 1
+        cure = ": pass target.argmax(dim=1); for several classes per sample, use margin_loss" if same else ""
         raise ValueError(
             f"target must be integers [{len(scores)}], one class index per sample; got {described(target)}{cure}"
         )
@@ -358,9 +358,8 @@ def _mean(losses: Tensor, weights: Tensor | None) -> Tensor:
 
 def _check_scores(scores: Any) -> None:
     if not isinstance(scores, Tensor) or scores.ndim != 2:
-        many = isinstance(scores, Tensor) and scores.ndim > 2
-        cure = "pass scores.flatten(0, -2) and target.flatten()" if many else "pass prediction.scores"
-        raise ValueError(f"scores must be a tensor [B, classes]; got {described(scores)}: {cure}")
+        more = ", or flatten all dimensions except the classes" if getattr(scores, "ndim", 0) > 2 else ""
+        raise ValueError(f"scores must be a tensor [B, classes]; got {described(scores)}: pass prediction.scores{more}")
 
 
 def _check_shape(name: str, tensor: Tensor, shape: torch.Size, owner: str) -> None:

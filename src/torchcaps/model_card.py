@@ -169,7 +169,7 @@ def publish(run: Path, folder: Path) -> Path:
 
 def _escaped(text: str) -> str:
     """Escape the characters that Markdown would not show as they are."""
-    return re.sub(r"([\\`*_{}\[\]<>()#+!|&$~-])", r"\\\1", printable(text))
+    return re.sub(r"([\\`*_\[\]<>#|&$~])", r"\\\1", printable(text))
 
 
 def about(data: str) -> str:

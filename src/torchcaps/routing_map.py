@@ -218,7 +218,8 @@ class RoutingMap:
             check_padding(size, most - 1)
         axes = [*zip(child_grid, kernel, step, border, strict=True)]
         if any(count + 2 * outside < size for count, size, _, outside in axes):
-            series = f"; for a series, use kernel_size=(1, {kernel[1]})" if child_grid[0] == 1 < kernel[0] else ""
+            fits = child_grid[0] == 1 < kernel[0] and child_grid[1] + 2 * border[1] >= kernel[1]
+            series = f"; for a series, use kernel_size=(1, {kernel[1]})" if fits else ""
             raise ValueError(
                 f"kernel_size {kernel_size} is larger than the {child_grid[0]}×{child_grid[1]} child_grid with padding "
                 f"{padding}: use a larger image, a smaller kernel or more padding{series}"

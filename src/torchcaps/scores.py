@@ -35,18 +35,14 @@ class MeanScores(nn.Module):
 
 
 def scores_apart(scores: Sequence[float], digits: int = 2) -> list[str]:
-    """Format scores with at least `digits` decimals, and with as many as show which are different, at most 6.
+    """Format scores with at least `digits` decimals, and with more, up to 6, if this makes more of them different.
 
     Example:
-        >>> scores_apart([0.99988, 0.9994], digits=3)
-        ['0.9999', '0.9994']
+        >>> scores_apart([0.9998, 0.9996], digits=3)
+        ['0.9998', '0.9996']
     """
-    shown: list[str] = []
-    for count in range(digits, 7):
-        shown = [f"{score:.{count}f}" for score in scores]
-        if len({*shown}) == len({*scores}):
-            break
-    return shown
+    ways = [[f"{score:.{count}f}" for score in scores] for count in range(digits, 7)]
+    return max(ways, key=lambda shown: len({*shown}))
 
 
 def probabilities(scores: Float[Tensor, "N K"], logits: bool | None = None, loss: str = "") -> Float[Tensor, "N K"]:

@@ -297,8 +297,8 @@ def bench(
     clones: Annotated[
         Path | None,
         typer.Option(
-            help="For `bench published`: folder with clones of the published implementations. Without them, an error "
-            "message names what to clone. Their code runs on this computer."
+            help="For `bench published`: folder with clones of the published implementations. Their code runs on this "
+            "computer. Without this option, an error message names the repositories."
         ),
     ] = None,
 ) -> None:
@@ -312,7 +312,7 @@ def bench(
     from torchcaps.benchmarks import draw_times, write_csv
     from torchcaps.benchmarks.devices import bench_devices
     from torchcaps.benchmarks.memory import bench_memory, draw_growth
-    from torchcaps.benchmarks.published import bench_published
+    from torchcaps.benchmarks.published import PUBLISHED, bench_published
     from torchcaps.benchmarks.routing import bench_routing
     from torchcaps.benchmarks.rules import rule_problems
     from torchcaps.benchmarks.training import bench_training
@@ -342,6 +342,9 @@ def bench(
             raise BadInput(f"{option} is {value}, but `bench memory` does not use it: leave out {option}")
     if clones and what != "published":
         raise BadInput(f"--clones is {clones}, but `bench {what}` does not use it: leave out --clones")
+    if what == "published" and clones is None:
+        sources = ", ".join(f"https://github.com/{source.repository}" for source, *_ in PUBLISHED.values())
+        raise BadInput(f"--clones is missing: git clone each of {sources} into one folder, and pass the folder")
     if plot and what == "devices":
         raise BadInput(f"--plot is {plot}, but `bench devices` draws no picture: leave out --plot")
     if out and plot and out.resolve() == plot.resolve():

@@ -274,14 +274,15 @@ def print_classes(classes: dict[str, dict[str, Any]]) -> None:
     shown, title = [*classes], ""
     if len(classes) > MOST_CLASSES:
         recall = {name: values["recall_percent"] for name, values in classes.items()}  # None: no images
-        wrong = [name for name in classes if recall[name] is not None and recall[name] < 100]
+        wrong = [name for name in classes if classes[name].get("mistaken_for") or recall[name] not in (None, 100)]
         shown = sorted(wrong, key=recall.__getitem__)[:MOST_CLASSES]
         if not shown:
             print(f"no errors in the {len(classes)} classes")
             return
-        title = f"the {len(shown)} of {len(classes)} classes with the lowest recall"
-        most = recall[shown[-1]]
-        if more := sum(recall[name] == most for name in {*wrong}.difference(shown)):
-            title += f"; {more} more have a recall of {most} %"
-    rows = [(name, *(("-" if value is None else value) for value in classes[name].values())) for name in shown]
-    print_table(("class", "images", "precision %", "recall %", "mistaken for"), rows, title)
+        title = f"the {len(shown)} of {len(classes)} classes with errors"
+        if more := len(wrong) - len(shown):
+            title = f"the {len(shown)} of {len(classes)} classes with the lowest recall; {more} more have errors"
+    keys = ("images", "precision_percent", "recall_percent", "mistaken_for")  # old runs lack the last
+    rows = [(name, *(classes[name].get(key) for key in keys)) for name in shown]
+    cells = [[("-" if value is None else value) for value in row] for row in rows]
+    print_table(("class", "images", "precision %", "recall %", "mistaken for"), cells, title)
