@@ -2,6 +2,8 @@
 
 import csv
 import hashlib
+import importlib.util
+import py_compile
 import subprocess
 import sys
 import time
@@ -9,7 +11,7 @@ import time
 import pytest
 import torch
 
-from torchcaps.benchmarks import compare, draw_times, peak_bytes, write_csv
+from torchcaps.benchmarks import compare, draw_times, peak_bytes, published, write_csv
 from torchcaps.benchmarks.devices import bench_devices
 from torchcaps.benchmarks.memory import GROWTH, WAYS, draw_growth
 from torchcaps.benchmarks.published import PUBLISHED, bench_published
@@ -216,10 +218,10 @@ def clones(tmp_path, monkeypatch):
 def test_published_implementations_get_the_same_inputs_as_fused_routing(clones):
     rows = [*bench_published(2, clones)]
     assert [row["case"].split(",")[0] for row in rows] == 4 * ["EM"] + 4 * ["dynamic"]
-    fused, published = rows[::2], rows[1::2]
+    fused, others = rows[::2], rows[1::2]
     assert {(row["implementation"], row["difference"]) for row in fused} == {("fused", "")}
-    assert {row["implementation"] for row in published} == {PUBLISHED[case][0].repository for case in STAND_INS}
-    assert all(0 < float(row["difference"]) < 1e-3 for row in published)
+    assert {row["implementation"] for row in others} == {PUBLISHED[case][0].repository for case in STAND_INS}
+    assert all(0 < float(row["difference"]) < 1e-3 for row in others)
 
 
 def test_published_implementations_that_are_missing_or_changed_are_not_run(refused, tmp_path, clones):
@@ -229,7 +231,14 @@ def test_published_implementations_that_are_missing_or_changed_are_not_run(refus
     assert "error: --clones: " in line
     assert "git clone https://github.com/yl-1993/Matrix-Capsules-EM-PyTorch into" in line
     path = clones / "CapsNet-Pytorch" / "capsulelayers.py"
-    path.write_text("raise SystemExit('this code must not run')")
+    assert not [*clones.rglob("__pycache__")]
+    bad = tmp_path / "bad.py"
+    bad.write_text("raise SystemExit('this code must not run')")
+    compiled = importlib.util.cache_from_source(path)
+    py_compile.compile(bad, compiled, doraise=True, invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
+    source = published.PUBLISHED["dynamic, 1152 → 10 capsules"][0]
+    assert source.load(clones)[0].DenseCapsule.__name__ == "DenseCapsule"
+    path.write_text(bad.read_text())
     line = refused("bench", "published", "--clones", clones)
     assert f"{path} is not the file of commit 8a5a357: git checkout 8a5a357 in {path.parent}" in line
     assert "but `bench routing` does not use it" in refused("bench", "routing", "--clones", clones)

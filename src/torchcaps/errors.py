@@ -127,6 +127,17 @@ def caption(text: str, most: int = 24) -> str:
     return f"{text[:first]}…{text[len(text) - last :]}"
 
 
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """Join names with commas; of many names, only the first `most`.
+
+    Example:
+        >>> listed(["a", "b", "c", "d", "e"])
+        'a, b, c and 2 more'
+    """
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
 def captions(texts: Sequence[str], most: int = 24) -> list[str]:
     """Return the `caption` of each text. Equal captions end with the place of the text in the list, from 0.
 

@@ -12,7 +12,7 @@ from torchcaps.classifier import Classifier
 from torchcaps.data import DATASETS
 from torchcaps.data.files import PART, atomically, read_json
 from torchcaps.decoder import has_optional_decoder
-from torchcaps.errors import BadInput, printable, unreadable
+from torchcaps.errors import BadInput, listed, printable, unreadable
 from torchcaps.models.pretrained import CONFIG
 from torchcaps.models.saved_rules import saved_rules
 from torchcaps.routing import ROUTINGS
@@ -55,6 +55,8 @@ probabilities.{decoder}
 ```
 """
 
+MOST_CLASSES = 20
+"""Number of classes that a model card names."""
 PUBLISHED = (
     *("test_accuracy_percent", "test_images", "validation_accuracy_percent", "validation_images", "train_images"),
     *("epochs", "wall_seconds", "precision"),
@@ -132,12 +134,8 @@ def publish(run: Path, folder: Path) -> Path:
             model=recipe.model,
             parameters=sum(parameter.numel() for parameter in model.parameters()),
             count=len(classifier.class_names),
-            classes=", ".join(map(_escaped, classifier.class_names[:20]))
-            + (
-                f" and {len(classifier.class_names) - 20} more, see config.json"
-                if len(classifier.class_names) > 20
-                else ""
-            ),
+            classes=listed([*map(_escaped, classifier.class_names)], MOST_CLASSES)
+            + (", see config.json" if len(classifier.class_names) > MOST_CLASSES else ""),
             own="".join(
                 f" First import the module that adds the rule `{name}` to `torchcaps.ROUTINGS`." for name in own
             ),

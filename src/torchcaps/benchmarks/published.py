@@ -5,10 +5,10 @@ with which it computes the same values and gradients as the published implementa
 """
 
 import hashlib
-import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.abc import SourceLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from torchcaps.benchmarks import DEVICE, SCALE
-from torchcaps.benchmarks.routing import ITERATIONS, Problem, bench_routing, check_agreement, dynamic_layer, em_stack
+from torchcaps.benchmarks.routing import ITERATIONS, Problem, check_agreement, dynamic_layer, em_stack, times_of
 from torchcaps.capsules import Capsules
 from torchcaps.errors import BadInput
 from torchcaps.routing import (
@@ -66,14 +66,24 @@ class Source(NamedTuple):
             raise BadInput(
                 f"--clones: {file} is not the file of commit {self.commit}: git checkout {self.commit} in {clone}"
             )
-        spec = importlib.util.spec_from_file_location(file.stem, file)
-        assert spec is not None
-        assert spec.loader is not None
-        module, unused = importlib.util.module_from_spec(spec), ModuleType("utils")
+        module, unused = ModuleType(file.stem), ModuleType("utils")
         unused.squash = None  # type: ignore[attr-defined]
         with patch.dict(sys.modules, {"utils": unused}):  # SR-CapsNet imports it for dynamic routing
-            spec.loader.exec_module(module)
+            _Checked(content, str(file)).exec_module(module)
         return module
+
+
+class _Checked(SourceLoader):
+    """Loader of a file whose content is given: neither the file nor its compiled copy in __pycache__ is read again."""
+
+    def __init__(self, content: bytes, path: str) -> None:
+        self.content, self.path = content, path
+
+    def get_data(self, path: str) -> bytes:
+        return self.content
+
+    def get_filename(self, fullname: str) -> str:
+        return self.path
 
 
 @contextmanager
@@ -313,20 +323,16 @@ PUBLISHED: dict[str, tuple[Source, Callable[[list[ModuleType], int], tuple[list[
 """Cases of `torchcaps bench published`: the source, the function that creates the inputs, and the batch size."""
 
 
-def published_problem(case: str, clones: Path, batch: int) -> Problem:
+def published_problem(case: str, modules: list[ModuleType], batch: int) -> Problem:
     """Return the `Problem` of a case in `PUBLISHED`: a published implementation and fused routing, on the same inputs.
 
     Arguments:
         case: key in `PUBLISHED`.
-        clones: folder that contains clones of the repositories. Their code runs in this process.
+        modules: the files of the published implementation, see `Source.load`.
         batch: batch size.
-
-    Raises:
-        BadInput: a file is missing, or it is not the file of the expected commit.
     """
     torch.manual_seed(0)
     source, inputs, _ = PUBLISHED[case]
-    modules = source.load(clones)
     with _without_gpu():
         leaves, fused, published = inputs(modules, batch)
     there = _without_gpu()(published)
@@ -339,11 +345,17 @@ def bench_published(repeats: int, clones: Path) -> Iterator[dict[str, Any]]:
     ``difference`` is the largest difference between the two: the norm of the difference, divided by the norm, for each
     output and each gradient.
 
+    Arguments:
+        repeats: number of timed calls per implementation.
+        clones: folder that contains clones of the repositories. Their code runs in this process.
+
     Raises:
-        BadInput: a file is missing or changed, or a difference is 1 % or more.
+        BadInput: a file is missing, or not the file of the expected commit; or a difference is 1 % or more.
     """
-    problems = {case: published_problem(case, clones, batch * SCALE) for case, (_, _, batch) in PUBLISHED.items()}
-    for case, problem in problems.items():
+    loaded = {case: source.load(clones) for case, (source, _, _) in PUBLISHED.items()}
+    for case, modules in loaded.items():
+        batch = PUBLISHED[case][2] * SCALE
+        problem = published_problem(case, modules, batch)
         difference = check_agreement(case, problem)
-        for row in bench_routing(repeats, {case: (lambda _, problem=problem: problem, PUBLISHED[case][2] * SCALE)}):
+        for row in times_of(case, problem, batch, repeats):
             yield {**row, "difference": "" if row["implementation"].startswith("fused") else f"{difference:.0e}"}

@@ -200,15 +200,20 @@ def bench_routing(
     for name, (create, batch) in problems.items():
         problem = create(batch)
         check_agreement(name, problem)
-        for direction, call, share in (("forward", forward, 1), ("forward and backward", both, 3)):
-            ways = {way: call(problem, run) for way, run in problem.ways.items()}
-            if DEVICE == "cuda":
-                ways["fused, CUDA graph"] = captured(ways["fused"])
-            for row in compare(f"{name}, {direction}", ways, images=batch, repeats=repeats, warm_ups=3):
-                if problem.flops is not None:
-                    reached = share * problem.flops * batch / (1e6 * row["median ms"])
-                    row["useful GFLOP/s"] = round(reached, 1)
-                yield row
+        yield from times_of(name, problem, batch, repeats)
+
+
+def times_of(name: str, problem: Problem, batch: int, repeats: int) -> Iterator[dict[str, Any]]:
+    """Time all implementations of one problem, whose agreement has been checked."""
+    for direction, call, share in (("forward", forward, 1), ("forward and backward", both, 3)):
+        ways = {way: call(problem, run) for way, run in problem.ways.items()}
+        if DEVICE == "cuda":
+            ways["fused, CUDA graph"] = captured(ways["fused"])
+        for row in compare(f"{name}, {direction}", ways, images=batch, repeats=repeats, warm_ups=3):
+            if problem.flops is not None:
+                reached = share * problem.flops * batch / (1e6 * row["median ms"])
+                row["useful GFLOP/s"] = round(reached, 1)
+            yield row
 
 
 def forward(problem: Problem, run: Callable[[], list[Tensor]]) -> Callable[[], None]:

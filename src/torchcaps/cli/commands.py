@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -324,7 +324,7 @@ def bench(
     runs: dict[str, Callable[[], Iterable[dict[str, Any]]]] = {
         "routing": lambda: bench_routing(times),
         "rules": lambda: bench_routing(times, problems=rule_problems()),
-        "published": lambda: bench_published(times, clones or Path()),
+        "published": lambda: bench_published(times, cast(Path, clones)),
         "train": lambda: bench_training(times),
         "devices": lambda: bench_devices(times),
         "memory": bench_memory,

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from torchcaps.errors import BadInput, printable
+from torchcaps.errors import BadInput, listed, printable
 
 if TYPE_CHECKING:
     from torchcaps.classifier import Classifier
@@ -247,8 +247,7 @@ def differences(class_names: Sequence[str], classifier: "Classifier") -> str:
         ("the network", [name for name in classifier.class_names if name not in of_data]),
     ):
         if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            parts.append(f"only {owner}: {', '.join(names[:3])}{more}")
+            parts.append(f"only {owner}: {listed(names)}")
     return "; ".join(parts)
 
 

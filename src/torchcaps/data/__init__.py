@@ -28,7 +28,7 @@ from torchcaps.data.norb import load_smallnorb, parse_norb, read_norb
 from torchcaps.data.preprocessing import Preprocessing, Variation
 from torchcaps.data.svhn import load_svhn, read_svhn
 from torchcaps.data.toys import camera_rotation, load_toys, render_toys, verify_toys
-from torchcaps.errors import BadInput, DataWarning, nearest
+from torchcaps.errors import BadInput, DataWarning, listed, nearest
 
 __all__ = [
     "DATASETS",
@@ -364,10 +364,9 @@ def _remarks_on_counts(name: str, train: Images) -> Iterator[str]:
     counts = train.labels.flatten().bincount(minlength=len(train.class_names))
     absent = [train.class_names[label] for label in (counts == 0).nonzero().flatten().tolist()]
     if absent:
-        more = f" and {len(absent) - 3:,} more" if len(absent) > 3 else ""
         yield (
-            f"{name} has no training image of class {', '.join(absent[:3])}{more}, so the network cannot learn it: add"
-            " images or remove the class"
+            f"{name} has no training image of class {listed(absent)}, so the network cannot learn it: add images or "
+            "remove the class"
         )
     most, least = int(counts.argmax()), int(counts.where(counts > 0, counts.max()).argmin())
     if counts[most] > IMBALANCE * counts[least]:

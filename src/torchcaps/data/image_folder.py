@@ -13,7 +13,7 @@ from torchcaps.data.image_file import FORMATS, Resize
 from torchcaps.data.image_files import Paths, shown
 from torchcaps.data.image_list import ImageList, remarks_on_names, train_and_test
 from torchcaps.data.images import Images
-from torchcaps.errors import BadInput
+from torchcaps.errors import BadInput, listed
 
 VALIDATION = ("val", "valid", "validation")
 """Accepted names of the folder of validation images, which lies next to train/ and test/."""
@@ -207,10 +207,10 @@ def _remarks_on_folders(
     parts = []
     if others:
         endings = Counter(path.suffix.lower() or "no ending" for path in set(skipped).difference(folders, loose))
-        listed = ", ".join(f"{shown(ending)} {count:,}" for ending, count in endings.most_common(6))
+        known = ", ".join(f"{shown(ending)} {count:,}" for ending, count in endings.most_common(6))
         more = f" and {len(endings) - 6:,} other endings" if len(endings) > 6 else ""
         kind = "file that is not an image" if others == 1 else "files that are not images"
-        parts.append(f"skipped {others:,} {kind} of a known format ({listed}{more})")
+        parts.append(f"skipped {others:,} {kind} of a known format ({known}{more})")
     if folders:
         parts.append(f"skipped folders of images within a class ({_listed(folders)})")
     if loose:
@@ -226,5 +226,4 @@ def _remarks_on_folders(
 
 
 def _listed(paths: Sequence[Path]) -> str:
-    more = f" and {len(paths) - 3:,} more" if len(paths) > 3 else ""
-    return ", ".join(shown(path) for path in sorted(paths)[:3]) + more
+    return listed([shown(path) for path in sorted(paths)])
