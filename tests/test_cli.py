@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from conftest import COMMAND, ENVIRONMENT, SMALL_CAPSNET
-from torchcaps import MODELS, Classifier
+from torchcaps import MODELS, Classifier, model_card
 from torchcaps.model_card import about
 from torchcaps.recipes import RECIPES
 from torchcaps.scores import MeanScores
@@ -103,6 +103,9 @@ def test_a_published_network_predicts_like_its_run_and_has_a_model_card(
     (odd / "config.json").write_text(json.dumps(config))
     assert call("publish", odd, tmp_path / "odd-names")[0] == 0
     assert r"2 classes: \<b\>\`left, ri\\nght." in (tmp_path / "odd-names" / "README.md").read_text()
+    monkeypatch.setattr(model_card, "MOST_CLASSES", 1)
+    assert call("publish", run, tmp_path / "many")[0] == 0
+    assert "2 classes: left and 1 more, see config.json." in (tmp_path / "many" / "README.md").read_text()
     again = shutil.copytree(run, tmp_path / "again")
     content = json.loads((again / "recipe.json").read_text())
     content["recipe"]["pretrained"] = "weights/cats"

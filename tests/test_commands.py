@@ -82,6 +82,8 @@ def test_the_command_recipes_lists_by_data_and_explains_by_name(call, refused):
     assert code == 0, error
     assert set(re.findall(r"[\w-]+-images", out)) == {name for name in RECIPES if name.endswith("-images")}
     assert "capsnet-mnist" not in out
+    header = next(line for line in out.splitlines() if "recipe" in line)
+    assert re.findall(r"\w+", header) == ["recipe", "model", "routing", "epochs", "description"]
     code, out, error = call("recipes", "capsnet-images")
     assert code == 0, error
     assert re.search(r"routing\.iterations *│ 3 *│ number of routing iterations", out)

@@ -26,6 +26,7 @@ def test_names_with_the_same_beginning_and_end_have_different_captions():
     found = captions([*names, "cat"], 14)
     assert found == ["radiograp… (0)", "radiograp… (1)", "radiograp… (2)", "价格很高… (3)", "价格很高… (4)", "cat"]
     assert captions(["cat", "cat"], 14) == ["cat (0)", "cat (1)"]
+    assert captions(["cat", "cat", "cat (0)"], 14) == ["cat (0)", "cat (1)", "cat (0) (2)"]
 
 
 def test_class_names_with_dollar_signs_are_drawn_by_the_experiments(tmp_path):

@@ -46,6 +46,8 @@ def test_the_report_of_a_finished_run_is_one_page(finished, call, tmp_path):
     metrics = json.loads((folder / "metrics.json").read_text())
     assert f"Test accuracy {metrics['test_accuracy_percent']} %" in page
     assert page.count("<tr>") > 20
+    rows = re.findall(r"<tr><t[hd]>(\d+)</t[hd]><t[hd]>(\w+)</t[hd]>", page)
+    assert rows == [("0", "left"), ("1", "right")]
 
 
 def test_the_report_of_an_unfinished_run(finished, call, refused, tmp_path):

@@ -147,15 +147,19 @@ def captions(texts: Sequence[str], most: int = 24) -> list[str]:
     """
     found = [caption(text, most) for text in texts]
     count = Counter(found)
-    for place, text in enumerate(texts):
-        if count[found[place]] > 1:
-            mark = f" ({place})"
-            start, room = printable(text), most - len(mark)
-            if sum(map(_width, start)) > room:
-                last = sum(width <= room - 1 for width in accumulate(map(_width, start)))
-                start = f"{start[:last]}…"
-            found[place] = start + mark
-    return found
+    marked = [_numbered(texts[i], i, most) if count[name] > 1 else name for i, name in enumerate(found)]
+    unique = len(set(marked)) == len(marked)  # a name may look like a numbered name
+    return marked if unique else [_numbered(text, i, most) for i, text in enumerate(texts)]
+
+
+def _numbered(text: str, number: int, most: int) -> str:
+    """Return the start of `printable` text and a number in brackets, at most as wide as `most` Latin letters."""
+    mark = f" ({number})"
+    start, room = printable(text), most - len(mark)
+    if sum(map(_width, start)) > room:
+        last = sum(width <= room - 1 for width in accumulate(map(_width, start)))
+        start = f"{start[:last]}…"
+    return start + mark
 
 
 def _width(letter: str) -> int:
