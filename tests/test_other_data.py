@@ -9,6 +9,7 @@ from torchcaps import (
     CapsuleLayer,
     Capsules,
     ConvCaps,
+    PoseNorm,
     PrimaryCaps,
     Routing,
     RoutingMap,
@@ -126,12 +127,13 @@ def test_the_sum_of_votes_along_a_transposed_map_equals_a_transposed_convolution
 
 
 def test_children_without_a_dimension_of_sites_or_rows_are_refused():
-    layer = SharedCaps(8, 3, 16)
-    message = r"pose must be \[B, S, C, R, Q\] and activation \[B, S, C\]; got \[2, 5, 4, 8\] and \[2, 5, 4\]: use pose"
-    with pytest.raises(ValueError, match=message):
-        layer(Capsules(torch.randn(2, 5, 4, 8), torch.rand(2, 5, 4)))
-    with pytest.raises(ValueError, match=r"got \[2, 5, 1, 1, 8\] and \[2, 5\]$"):
-        layer(Capsules(torch.randn(2, 5, 1, 1, 8), torch.rand(2, 5)))
+    message = r"pose must be \[B, S, C, R, Q\]; got a float32 tensor \[2, 5, 4, 8\]: use pose\[..., None, :\]"
+    other = r"activation must be \[B, S, C\] = \[2, 5, 1\] to fit pose; got .* \[2, 5\]$"
+    for layer in (SharedCaps(8, 3, 16), PoseNorm(4, 8)):
+        with pytest.raises(ValueError, match=message):
+            layer(Capsules(torch.randn(2, 5, 4, 8), torch.rand(2, 5, 4)))
+        with pytest.raises(ValueError, match=other):
+            layer(Capsules(torch.randn(2, 5, 1, 1, 8), torch.rand(2, 5)))
 
 
 @pytest.mark.usefixtures("untyped")

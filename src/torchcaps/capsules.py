@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._pytree import _register_namedtuple
 
-from torchcaps.checks import INTEGERS, bounds, check_choice, check_floating, described, has_values
+from torchcaps.checks import INTEGERS, bounds, check_activation, check_choice, check_floating, described, has_values
 
 SquashForm = Literal["sabour", "su", "exponential", "unit", "none"]
 SQUASH_CONSTANT = {"sabour": 1.0, "su": 0.5}
@@ -116,20 +116,19 @@ def check_capsules(capsules: Capsules, name: str = "children") -> None:
         raise ValueError(f"{name} must be Capsules(pose, activation); got {described(capsules)}")
 
 
-def check_sites(children: Capsules) -> None:
-    """Check that children are a `Capsules`, and have the dimensions of sites and types.
+def check_sites(capsules: Capsules, name: str = "children") -> None:
+    """Check that an argument is a `Capsules`, and has the dimensions of sites and types.
 
     Raises:
-        ValueError: ``children`` is not a `Capsules`, or a tensor has other dimensions than documented there.
+        ValueError: ``capsules`` is not a `Capsules`, or a tensor has other dimensions than documented there.
     """
-    check_capsules(children)
-    pose, activation = children
-    if pose.ndim != 5 or activation.shape != pose.shape[:3]:
-        cure = ": use pose[..., None, :] for vector poses" if pose.ndim == 4 else ""
-        raise ValueError(
-            f"pose must be [B, S, C, R, Q] and activation [B, S, C]; got {list(pose.shape)} and "
-            f"{list(activation.shape)}{cure}"
-        )
+    check_capsules(capsules, name)
+    pose, activation = capsules
+    if not isinstance(pose, Tensor) or pose.ndim != 5:
+        vectors = isinstance(pose, Tensor) and pose.ndim == 4
+        cure = ": use pose[..., None, :] for vector poses" if vectors else ""
+        raise ValueError(f"pose must be [B, S, C, R, Q]; got {described(pose)}{cure}")
+    check_activation(activation, pose)
 
 
 def wide(tensor: Float[Tensor, "..."]) -> Float[Tensor, "..."]:

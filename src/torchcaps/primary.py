@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from torchcaps.capsules import Capsules, SquashForm, check_capsules, squash, squashed, wide
+from torchcaps.capsules import Capsules, SquashForm, check_sites, squash, squashed, wide
 from torchcaps.checks import check_choice, check_shape, check_sizes, pair
 from torchcaps.convolution import Im2colConv2d
 
@@ -144,7 +144,7 @@ class PoseNorm(nn.Module):
 
     def forward(self, capsules: Capsules) -> Capsules:
         """Normalise the poses; the activations stay the same."""
-        check_capsules(capsules, "capsules")
+        check_sites(capsules, "capsules")
         pose = capsules.pose
         _, _, types, rows, columns = pose.shape
         size = self.norm.num_features // self.types
