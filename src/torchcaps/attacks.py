@@ -151,8 +151,8 @@ class GradientHealth(NamedTuple):
     `fgsm` and `bim` follow these gradients.
 
     Arguments:
-        zero: percentage of pixels with a gradient of exactly 0.
-        norm: Euclidean norm of an image's gradient, averaged over the images.
+        zero: percentage of pixels with a gradient of exactly 0; each channel counts separately.
+        norm: Euclidean norm of the gradient of an image's own loss, averaged over the images.
     """
 
     zero: float

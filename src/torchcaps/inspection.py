@@ -108,10 +108,10 @@ def inspect(classifier: Classifier, image: str | Path | Tensor | np.ndarray) -> 
     """Run a network on one image and trace every class back to the parts of the image that support it.
 
     For each pass of the last layer, `Layer.support` computes how much each child supports each class. In every layer
-    below, the support of each parent is distributed among its children, in proportion to activation · coupling, or by
-    `Layer.support` if the rule ignores activations. The support of each site of the first capsules is then distributed
-    among the pixels around the centre of its receptive field. Poses and activations may change between two layers, but
-    a skip connection around a capsule layer is not taken into account.
+    below, the support of each parent is distributed among its children, in proportion to activation · coupling in the
+    last pass, or by `Layer.support` if the rule ignores activations. The support of each site of the first capsules is
+    then distributed among the pixels around the centre of its receptive field. Poses and activations may change between
+    two layers, but a skip connection around a capsule layer is not taken into account.
 
     If the preprocessing has a crop, the network is run on the central crop. With ``test_crops`` above 1, the scores
     therefore differ from those of `Classifier.predict`, which are means over several crops.

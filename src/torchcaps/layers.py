@@ -348,8 +348,8 @@ class SharedCaps(TransformModule):
     """Capsule layer whose children share one transform per parent type, so the number of children may vary.
 
     This is the "shared" capsule layer of Su 2018. It works on images of any size. The couplings have the shape
-    ``[B, J, S·C, 1]``, because every child counts as a site with one type. The initial transforms do not depend on the
-    number of children. With hundreds of children and a rule that sums votes (dynamic, uniform, self-attention), draw
+    ``[B, J, S·C, 1]``, because every child counts as a site with one type. Initial transforms are uniform in
+    ±√(6 / (Q + J·N)). With hundreds of children and a rule that sums votes (dynamic, uniform, self-attention), draw
     smaller transforms: ``layer.initialise(lambda w: torch.nn.init.normal_(w, std=0.01))``.
 
     Arguments:

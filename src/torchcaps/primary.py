@@ -23,7 +23,8 @@ class PrimaryCaps(nn.Module):
     Arguments:
         in_channels: channels of the input feature map.
         types: number of capsule types per position (C).
-        pose_size: length of a pose (Q), or its rows and columns (R, Q).
+        pose_size: length of a pose (Q), or its rows and columns (R, Q). Output channel (c·R + r)·Q + q of the
+            convolution is element (r, q) of the pose of type c.
         kernel_size, stride, padding: of the convolution: an integer or (height, width). `Im2colConv2d` accepts integers
             only.
         bias: whether the convolution has a bias.

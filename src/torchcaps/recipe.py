@@ -72,7 +72,7 @@ class Recipe:
             whose rule has iterations. Validation and test always use the rule's own number.
         early_epochs: number of epochs at the start of training that use `early_iterations`. It must be less than
             ``epochs``; 0 is off.
-        optimizer: name of the optimiser, a key of `OPTIMIZERS`.
+        optimizer: name of the optimiser: ``adam``, ``adamw``, ``radam`` or ``sgd`` (with momentum 0.9).
         learning_rate: initial learning rate, above 0.
         weight_decay: weight decay of the optimiser, at least 0.
         schedule: schedule of the learning rate, ``exponential`` or ``cosine``. ``exponential`` multiplies the initial
@@ -83,10 +83,11 @@ class Recipe:
         decay_steps: number of steps over which the exponential schedule multiplies the learning rate by ``decay_rate``,
             at least 1. The learning rate changes a little in every step. One epoch has as many steps as batches.
         warm_up_epochs: number of epochs at the start of training, at least 0, in which the scheduled learning rate is
-            multiplied by a factor that rises linearly from 0 to 1.
-        mixup: α of mixup (Zhang et al. 2018, arXiv 1710.09412); 0 is off. Each image is mixed with another image of the
-            batch, and the losses for the two images' classes are mixed in the same proportion. The proportion is drawn
-            from Beta(α, α) once per batch.
+            multiplied by a factor that rises linearly to 1. The factor is (step + 1) / W, where W is the number of
+            steps in these epochs and the first step is 0.
+        mixup: α of mixup (Zhang et al. 2018, arXiv 1710.09412); 0 is off. Each image is mixed with a random image of
+            the batch, and the losses for the two images' classes are mixed in the same proportion. The proportion is
+            drawn from Beta(α, α) once per batch.
         gradient_clip: largest norm of the gradient; gradients with a larger norm are scaled down to it; 0 is off.
         batch_size: images per step, over all devices together.
         epochs: number of epochs. Each epoch is one pass over all training images.

@@ -33,8 +33,10 @@ class RoutingMap:
     parent type at parent site ``p`` with transform ``k``. The methods `dense`, `shared` and `conv` create the usual
     maps.
 
-    Any graph is valid. Edges may be in any order, and several edges may connect the same two sites. A child without
-    parents has no effect. A parent without children has pose 0 before the LayerNorm or BatchNorm of the rule, if any.
+    Any graph is valid. Edges may be in any order, and several edges may connect the same two sites; with
+    ``competition="types"``, each of them has its own softmax. A child without parents has no effect, except that EM
+    routing counts it in mean_data. A parent without children has pose 0 before the LayerNorm or BatchNorm of the rule,
+    if any.
 
     Arguments:
         edges: integers ``[E, 3]``, rows of (child site, parent site, transform); stored as int64.

@@ -46,7 +46,7 @@ def scores_apart(scores: Sequence[float], digits: int = 2) -> list[str]:
 
 
 def probabilities(scores: Float[Tensor, "N K"], logits: bool | None = None, loss: str = "") -> Float[Tensor, "N K"]:
-    """Convert the scores of a split to numbers that sum to 1 for each image.
+    """Convert the scores of a split to numbers that sum to 1 for each image, or to 0 if all its activations are 0.
 
     Logits are converted by a softmax. Activations of class capsules or of sigmoid units are divided by their sum for
     each image; a softmax of activations would be nearly uniform: for ten classes, it never exceeds 0.24. Activations of
@@ -77,9 +77,9 @@ def calibration_error_percent(
     """Compute the expected calibration error in per cent. `probabilities` converts the scores to probabilities first.
 
     Guo, Pleiss, Sun & Weinberger 2017 (arXiv 1706.04599), equation 3. The confidence of a prediction is the highest
-    probability of the image. The images are divided into 15 bins by confidence. In each bin, the mean confidence is
-    compared with the accuracy. The error is the mean of the absolute differences, weighted by the number of images in
-    the bins.
+    probability of the image. The images are divided by confidence into 15 bins of equal width. In each bin, the mean
+    confidence is compared with the accuracy. The error is the mean of the absolute differences, weighted by the number
+    of images in the bins.
 
     Arguments:
         scores: ``[N, K]``, the scores of all images of a split.

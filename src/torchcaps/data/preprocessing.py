@@ -25,8 +25,8 @@ class Variation(NamedTuple):
         offsets: shifts down and to the right, in pixels, ``[N, 2]``; None if images are not shifted.
         uniform: four numbers in [0, 1) per image, ``[N, 4]``: vertical and horizontal position of the crop, brightness,
             contrast. None if the preprocessing uses none of the four.
-        warp: four numbers per image, ``[N, 4]``: rotation and squeeze in [-1, 1]; vertical and horizontal position of
-            the erased square in [0, 1). None if the preprocessing uses none of the four.
+        warp: four numbers per image, ``[N, 4]``: rotation (clockwise if positive) and squeeze in [-1, 1]; vertical and
+            horizontal position of the erased square in [0, 1). None if the preprocessing uses none of the four.
         mirrored: whether each image is mirrored, ``[N]``; None if images are not mirrored.
         distances: distances of the elastic distortion at a 6×6 grid of points, right and down, in pixels,
             ``[N, 2, 6, 6]``; None if images are not distorted.
@@ -55,27 +55,31 @@ class Variation(NamedTuple):
 class Preprocessing:
     """Converts batches of uint8 images to the input of a network, with random augmentation in training.
 
-    Pixels are scaled to [0, 1]. With the default arguments, this scaling is the only step. Rotation, squeeze
-    and erase are similar to the augmentation of Mazzia, Salvetti & Chiaberge 2021.
+    Pixels are scaled to [0, 1]. With the default arguments, this scaling is the only step. The order in training is:
+    shift, flip, standardise (``first``), crop, contrast, brightness, rotation, then squeeze, erase, standardise
+    (``last``); elastic distortion is part of the interpolation of rotation and squeeze. Results outside [0, 1] are
+    kept. Rotation, squeeze and erase are similar to the augmentation of Mazzia, Salvetti & Chiaberge 2021.
 
     Arguments:
         shift: training only; largest shift in each direction, in pixels, with zero padding; 0 is off. As in Sabour,
             Frosst & Hinton 2017.
         standardise: when to scale each image, over all its channels, to mean 0 and variance 1. "first": before crop,
             brightness and contrast, as in the text of Hinton, Sabour & Frosst 2018; "last": after all other steps, as
-            in the code of the same authors; "none": never. "last" removes random brightness and contrast, unless an
-            image is also rotated, squeezed, distorted or erased.
-        crop: height and width of the crop, in pixels. The crop is at a random position in training, else in the centre.
-            0 keeps the whole image.
+            in the code of the same authors; "none": never. If the standard deviation of an image is less than 1/255,
+            1/255 is used instead. "last" removes random brightness and contrast, unless an image is also rotated,
+            squeezed, distorted or erased.
+        crop: height and width of the crop, in pixels. The crop is at a random position in training, else in the centre;
+            if the margins cannot be equal, the top and left margins are one pixel larger. 0 keeps the whole image.
         flip: training only; mirror each image left to right with probability 0.5. The two channels of a mirrored stereo
             pair are swapped too, because mirroring exchanges the left and the right camera.
         brightness: training only; largest number that is added to or subtracted from all pixels of an image, in
             [0, 10].
         contrast: training only; largest relative change of contrast, in [0, 1]. The difference of each pixel from the
-            mean of its image is multiplied by a random factor from 1 - contrast to 1 + contrast.
-        rotation: training only; largest angle in degrees, in [0, 180]. Each image is rotated with probability 0.5.
-            Angles are normally distributed and clipped to the largest angle. The standard deviation is a third of the
-            largest angle.
+            mean of its crop, over all channels, is multiplied by a random factor from 1 - contrast to 1 + contrast.
+        rotation: training only; largest angle in degrees, in [0, 180]. Each image is rotated about its centre with
+            probability 0.5. Pixels are interpolated bilinearly, and pixels from outside the image are 0. Angles are
+            normally distributed and clipped to the largest angle. The standard deviation is a third of the largest
+            angle.
         squeeze: training only; largest fraction by which the width of an image is reduced, in [0, 0.9].
             For each image, the fraction is the absolute value of a normally distributed number, clipped to the largest
             fraction. The standard deviation of this number is a third of the largest fraction.
@@ -83,7 +87,8 @@ class Preprocessing:
             distance from the border is at least `erase`. 0 erases nothing.
         elastic: training only; standard deviation, in pixels, of a random elastic distortion, in [0, 100] (Ronneberger,
             Fischer & Brox 2015, arXiv 1505.04597). The points of a 6×6 grid are displaced by normally distributed
-            distances. The displacements of the pixels between these points are interpolated.
+            distances. The corners of the grid are the corner pixels. The displacements of the pixels between the points
+            are interpolated bicubically, and added to the places from which rotation and squeeze take the pixels.
         test_crops: evaluation only, from 1 to 32; scores are averaged over test_crops² evenly spaced crops. 1 uses only
             the centre crop.
 

@@ -28,12 +28,12 @@ ATTENTION = Routing("attention", competition="types")
 class AttentionCapsNet(Pretrained):
     """Capsule network with inverted dot-product attention: one convolution and four capsule layers.
 
-    Tsai, Srivastava, Goh & Salakhutdinov 2020, simple backbone: convolution 3×3 stride 2 with ReLU → primary capsules
-    1×1, LayerNorm on each 4×4 pose → ConvCaps 3×3 stride 2 and 3×3 stride 1 → class capsules, with separate transforms
-    for each position. A linear layer, shared by the classes, maps the pose of a class capsule to a logit. In this
-    implementation, the sigmoid of this logit is the activation of the class capsule and the score of the class. The
-    loss `activation_logit_cross_entropy` computes the logits from the scores; it is the paper's softmax cross-entropy
-    of the logits, as long as all logits are between -13.8 and 13.8.
+    Tsai, Srivastava, Goh & Salakhutdinov 2020, simple backbone: convolution 3×3 stride 2, padding 1, with ReLU →
+    primary capsules 1×1, LayerNorm on each 4×4 pose → ConvCaps 3×3 stride 2 and 3×3 stride 1 → class capsules, with
+    separate transforms for each position. A linear layer, shared by the classes, maps the pose of a class capsule to a
+    logit. In this implementation, the sigmoid of this logit is the activation of the class capsule and the score of the
+    class. The loss `activation_logit_cross_entropy` computes the logits from the scores; it is the paper's softmax
+    cross-entropy of the logits, as long as all logits are between -13.8 and 13.8.
 
     With sequential routing, each layer runs all of its routing iterations before the next layer starts. Concurrent
     routing, the paper's algorithm 2, routes all layers at the same time. Its first iteration computes the layers one
@@ -45,8 +45,10 @@ class AttentionCapsNet(Pretrained):
             c_ij = softmax over the parents of child i (V_ij(p^l) · p_j^(l+1) / √D)
             p^(l+1) = LayerNorm(Σ_i c_ij V_ij(p^l))                            for l = 1, 2, 3
 
-    A change of a layer reaches the next layer one iteration later, so layers that cannot change the scores any more are
-    left out. With two iterations, only the last layer is therefore computed twice.
+    By default, ``competition`` is ``"types"``: each softmax runs over the parent types at one parent site, and the
+    number of parents in the first formula is the number of parent types. A change of a layer reaches the next layer one
+    iteration later, so layers that cannot change the scores any more are left out. With two iterations, only the last
+    layer is therefore computed twice.
 
     The network has 561,331 parameters on 3×32×32 images with ten classes; the paper reports 0.56 million. The 34
     parameters that compute the activations of the two ConvCaps layers are not trained, because no later layer uses

@@ -23,9 +23,10 @@ class EfficientCapsNet(Pretrained):
 
     Mazzia, Salvetti & Chiaberge 2021, figure 2: convolutions 5×5×32 → 3×3×64 → 3×3×64 → 3×3×128 stride 2, each followed
     by ReLU and BatchNorm → depthwise convolution with a kernel as large as the feature map → 16 primary capsules with 8
-    elements each → one 16-D capsule per class. The length of a class capsule is the score of the class. On MNIST the
-    network has 161,824 parameters without the decoder. For smallNORB, the authors use a larger first kernel and another
-    normalisation: ``first_kernel_size=7``, ``first_stride=2`` and ``instance_norm=True``.
+    elements each, squashed with the form ``exponential`` → one 16-D capsule per class. The length of a class capsule is
+    the score of the class. On MNIST the network has 161,824 parameters without the decoder. For smallNORB, the authors
+    use a larger first kernel and another normalisation: ``first_kernel_size=7``, ``first_stride=2`` and
+    ``instance_norm=True``.
 
     Arguments:
         image_shape: (channels, height, width); at least 11×11 pixels, or 23×23 with the options for smallNORB.

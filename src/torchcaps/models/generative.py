@@ -24,7 +24,7 @@ from torchcaps.routing_map import RoutingMap
 class GenerativeCapsNet(Pretrained):
     """Capsule network with generative routing: six convolutions, primary capsules, part capsules and class capsules.
 
-    Heinsen 2019: image and two channels with the coordinates of the pixels → six blocks (BatchNorm,
+    Heinsen 2019: image and two channels with the row and column of each pixel, from -1 to 1 → six blocks (BatchNorm,
     unpadded convolution 3×3, SiLU) → BatchNorm, primary capsules 1×1 → part capsules → one capsule per class. Every
     second block has stride 2. Each part capsule has one transform, which all primary capsules share. All poses are 4×4.
     The score of a class is the activation of its capsule. The loss `activation_logit_cross_entropy` computes logits

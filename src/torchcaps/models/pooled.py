@@ -45,7 +45,8 @@ def _glorot(module: nn.Module) -> None:
 class PooledCNN(Pretrained):
     """Baseline CNN of Su 2018: four 3×3 convolutions, global average pooling, 128 ReLU units and a sigmoid per class.
 
-    The network has 276,810 parameters on MNIST.
+    The convolutions are not padded and have 64, 64, 128 and 128 output channels; ReLU follows each of them. After the
+    second, 2×2 average pooling halves the resolution. The network has 276,810 parameters on MNIST.
 
     Arguments:
         image_shape: (channels, height, width); at least 14×14 pixels. `forward` also accepts other sizes of at least
@@ -85,7 +86,7 @@ class PooledCNN(Pretrained):
 
 
 class PooledCapsNet(Pretrained):
-    """Capsule network of Su 2018: four 3×3 convolutions and class capsules.
+    """Capsule network of Su 2018: the four convolutions of `PooledCNN`, and class capsules.
 
     The 128 channels at each position form one child capsule. All positions share the transforms of the class capsules.
     The score of a class is the activation of its capsule. The network has 279,488 parameters on MNIST. Routing runs on

@@ -23,10 +23,11 @@ class SelfRoutingCapsNet(Pretrained):
 
     Hahn, Pyeon & Kim 2019, the "7-layer CNN" of the authors' code: convolutions 3×3 with width · (1, 2, 2, 4, 4, 8)
     channels → primary capsules 3×3 with BatchNorm → ``capsule_layers`` ConvCaps 3×3, each with BatchNorm on its poses →
-    one capsule per class, with separate transforms for each position. Every second convolution has stride 2. The score
-    of a class is the activation of its capsule. The loss `activation_cross_entropy` is the negative log of the
-    activation of the right class, as in the paper. The network has 856,064 parameters on 32×32 stereo images with five
-    classes.
+    one capsule per class, with separate transforms for each position. Every second convolution has stride 2. All 3×3
+    kernels have padding 1, also those of ConvCaps. Convolutions have no bias; BatchNorm and ReLU follow the first six.
+    The score of a class is the activation of its capsule. The loss `activation_cross_entropy` is the negative log of
+    the activation of the right class, as in the paper. The network has 856,064 parameters on 32×32 stereo images with
+    five classes.
 
     In the authors' code, class capsules have no poses. Here every capsule has a pose; by default, the pose of a class
     capsule has only one element. The transforms that compute the poses of the class capsules have 40,960 of the 856,064

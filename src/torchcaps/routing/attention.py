@@ -27,16 +27,18 @@ class AttentionRouting(Rule):
     V_ij is the vote of child i for parent j, c_ij its coupling, p_j the pose of the parent, and D the number of
     elements of a pose. In the paper, capsules have no activations, and one linear layer computes the score of each
     class from the pose of its capsule. Here this linear layer, followed by a sigmoid, computes the activation of every
-    parent. The activations of the children are not used. As in the authors' code, poses with a single element are not
-    normalised: LayerNorm of one number does not depend on the number. Such a pose is a sum of votes and grows with the
-    number of children; with many children, use small initial transforms.
+    parent. The activations of the children are not used. All parents share w, b, and the scale and offset that
+    LayerNorm learns for each element. As in the authors' code, poses with a single element are not normalised:
+    LayerNorm of one number does not depend on the number. Such a pose is a sum of votes and grows with the number of
+    children; with many children, use small initial transforms.
 
     Arguments:
         pose_size: number of elements of a parent's pose (D), rows times columns; not 2, because LayerNorm keeps only
             the order of two numbers, so almost no gradient reaches the votes.
         iterations: number of routing iterations, including the first, whose couplings are uniform; from 1 to 1,000.
         competition: ``parents``: softmax over all parents of a child; ``types``: softmax over the parent types at
-            each parent site, as in the code of Tsai et al. 2020.
+            each parent site, as in the code of Tsai et al. 2020. With ``types``, the first couplings are 1 / J, where J
+            is the number of parent types.
 
     Raises:
         ValueError: ``pose_size`` is below 1 or equal to 2, ``iterations`` is not in [1, 1000], or ``competition`` is

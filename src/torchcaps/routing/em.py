@@ -152,8 +152,8 @@ def em_routing(
         temperature_schedule: ``constant``: λ_t = λ; ``rising``, the authors' schedule: λ_t = λ (1 - 0.95^(t+1)) in
             iteration t = 0, 1, ….
         parent_activation: ``logistic``: a_j as in the M-step; ``mixing``: a_j ∝ Σ_i r_ij, with sum 1 over the layer.
-        mean_damping: weight of the previous iteration's mean in the new mean, in [0, 1); the authors' code uses 0.1,
-            and also multiplies the first mean by 0.9.
+        mean_damping: weight of the previous iteration's mean in the new mean, in [0, 1); σ² and the E-step use the new
+            mean. The authors' code uses 0.1, and also multiplies the first mean by 0.9.
         tempering: factor on log (a_j p_ij) in the E-step, in (0, 1]; 1 in the paper. The elements of a pose are treated
             as independent, which makes the couplings overconfident; a smaller factor makes the couplings softer.
         return_passes: also return the result of every iteration. If the couplings need a gradient, computing them
@@ -303,7 +303,7 @@ class EMRouting(Rule):
             ``parent_activation="mixing"``, β_u and β_a are not trained.
         iterations: number of routing iterations, from 1 to 1,000.
         competition: ``parents``: the couplings R_ij of a child sum to 1 over all of its parents; ``types``: they sum to
-            1 over the parent types at each parent site.
+            1 over the parent types at each parent site, and start at 1 / J.
         variance_floor: constant added to the variances σ² of the votes, at least 0.
         normalise_data: if True, mean_data is the layer's number of children divided by its number of parents; if
             False, mean_data is 1.

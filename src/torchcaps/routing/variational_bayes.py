@@ -53,7 +53,7 @@ class VariationalBayesRouting(Rule):
         parent_types: number of parent types (J). β_a and β_u have one number per type.
         iterations: number of routing iterations, including the first, whose couplings are uniform; from 1 to 1,000.
         competition: ``parents``: softmax over all parents of a child, as in the authors' code; ``types``: softmax over
-            the parent types at each site.
+            the parent types at each site. With ``types``, the first couplings are 1 / J.
 
     Raises:
         ValueError: ``parent_types`` is below 1, ``iterations`` is not in [1, 1000], or ``competition`` is unknown. When
