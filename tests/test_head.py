@@ -91,6 +91,7 @@ def test_only_a_head_with_coordinates_depends_on_positions():
             r"features_shape must be \(channels, height, width\), or \(channels,\) for vectors; got tuple \(3, 4\)",
         ),
         ((512, 2), r"features_shape must be \(channels, height, width\), .*; got 512"),
+        (((8, 4, 4, 4), 2), r"got tuple \(8, 4, 4, 4\): join two dimensions of a volume with features.flatten\(2, 3\)"),
         (((3, 0, 4), 2), "height must be an integer of at least 1; got 0"),
         (((3, 4, 4), 0), "num_classes must be an integer of at least 1"),
         (((3, 4, 4), 2, 4, (1, 8)), "adding coordinates to vector votes needs a pose size of"),

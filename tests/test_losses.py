@@ -42,6 +42,17 @@ def test_compiled_losses_do_not_ignore_the_class_that_pytorch_ignores_by_default
         torch.compile(loss, backend="eager")(torch.rand(1, 3), torch.tensor([-100]))
 
 
+@pytest.mark.parametrize(("factor", "offset"), [(255, 0), (3, -1), (2, -1)])
+def test_images_that_a_decoder_cannot_reconstruct_are_refused(factor, offset):
+    pixels, decoded = torch.linspace(0, 1, 16).view(1, 1, 4, 4), torch.rand(1, 1, 4, 4)
+    images = factor * pixels + offset
+    with pytest.raises(ValueError, match=rf"images must be in \[0, 1\] .*; got {offset} to {factor + offset}: scale"):
+        reconstruction_loss(decoded, images)
+    assert reconstruction_loss(images.clone(), images) == 0  # a decoder of another range
+    assert reconstruction_loss(decoded, 1.1 * pixels - 0.05).isfinite()  # an interpolation that overshoots
+    assert reconstruction_loss(decoded, images * math.nan).isnan()
+
+
 def test_a_loss_of_activations_is_refused_for_logits():
     for model, kind in MODELS.items():
         for loss in LOSSES:

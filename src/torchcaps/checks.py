@@ -139,6 +139,23 @@ def check_values(name: str, tensor: Tensor, least: float, most: float) -> None:
             raise ValueError(f"{name} must be {allowed}; got {low:g} to {high:g}")
 
 
+def check_reconstructible(images: Tensor, reconstruction: Tensor) -> None:
+    """Check that images on a CPU are in [0, 1], give or take 0.1, if all pixels of their reconstruction are.
+
+    The values are not checked on other devices or while a graph is traced, and NaN is accepted.
+
+    Raises:
+        ValueError: the pixels of the reconstruction are in [0, 1], and a pixel of the images is not.
+    """
+    if images.is_cpu and has_values(images) and images.numel() and not is_in_torch_dispatch_mode():
+        low, high = bounds(images)
+        if (low < -0.1 or high > 1.1) and not reconstruction.detach().sub(0.5).abs().amax() > 0.5:
+            raise ValueError(
+                f"images must be in [0, 1] like their reconstruction; got {low:g} to {high:g}: scale pixels to [0, 1], "
+                "and reconstruct images as they are before the standardisation"
+            )
+
+
 def check_sizes(**sizes: Any) -> None:
     """Check that all sizes are integers of at least 1.
 

@@ -72,8 +72,10 @@ class Decoder(nn.Module):
                 f"pose must be [B, 1, {self.num_classes}, R, N] with R·N = {self.pose_size}; got {described(pose)}"
             )
         if not isinstance(labels, Tensor) or labels.shape != pose.shape[:1]:
-            one_hot_labels = isinstance(labels, Tensor) and labels.ndim == 2
-            cure = ": convert one-hot labels with labels.argmax(dim=1)" if one_hot_labels else ""
+            cure = ""
+            if isinstance(labels, Tensor) and labels.ndim == 2:
+                cure = ": convert one-hot labels with labels.argmax(dim=1); for several classes per image, call the "
+                cure += "network without labels, and the decoder once for each class"
             raise ValueError(
                 f"labels must be integers [{pose.shape[0]}], one class per pose; got {described(labels)}{cure}"
             )

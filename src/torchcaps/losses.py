@@ -15,6 +15,7 @@ from torchcaps.checks import (
     check_choice,
     check_not_negative,
     check_number,
+    check_reconstructible,
     check_sizes,
     check_values,
     described,
@@ -91,8 +92,8 @@ def reconstruction_loss(
         images: ``[B, channels, height, width]``, the images to reconstruct, in [0, 1].
 
     Raises:
-        ValueError: ``reconstruction`` is not a tensor, or has another shape than ``images``; or ``images`` is not a
-            floating-point tensor.
+        ValueError: ``reconstruction`` is not a tensor, or has another shape than ``images``; ``images`` is not a
+            floating-point tensor; or on a CPU, ``reconstruction`` is in [0, 1], and ``images`` is not.
 
     Example:
         >>> import torch
@@ -109,6 +110,7 @@ def reconstruction_loss(
             "255 for pixels up to 255"
         )
     _check_shape("reconstruction", reconstruction, images.shape, "images")
+    check_reconstructible(images, reconstruction)
     dtype = torch.promote_types(torch.promote_types(reconstruction.dtype, images.dtype), torch.float32)
     return (reconstruction.to(dtype) - images.to(dtype)).square().flatten(1).sum(dim=1).mean()
 

@@ -69,9 +69,11 @@ class CapsuleHead(nn.Module):
     ) -> None:
         super().__init__()
         if not isinstance(features_shape, Sized) or len(features_shape) not in (1, 3):
+            volume = isinstance(features_shape, Sized) and len(features_shape) == 4
+            cure = ": join two dimensions of a volume with features.flatten(2, 3)" if volume else ""
             raise ValueError(
                 "features_shape must be (channels, height, width), or (channels,) for vectors; got "
-                f"{described(features_shape)}"
+                f"{described(features_shape)}{cure}"
             )
         channels, height, width = features_shape if len(features_shape) == 3 else (*features_shape, 1, 1)
         check_sizes(channels=channels, height=height, width=width, num_classes=num_classes, types=types)
