@@ -178,7 +178,7 @@ def test_a_model_in_channels_last_format_gives_the_same_scores(name):
     found.sum().backward()
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # of torch.func itself
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # of torch.func itself
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_model_in_double_precision_never_rounds_to_single_precision(name):
     """The derivative in a random direction equals a finite difference, to more digits than single precision has."""
@@ -234,7 +234,7 @@ def test_the_gradient_of_an_image_does_not_depend_on_its_batch(name):
 @pytest.mark.parametrize("loss", ["margin", "spread"])
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.usefixtures("untyped")
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # of torch.func itself
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # of torch.func itself
 def test_torch_func_computes_the_gradients_of_each_sample(name, loss):
     from torchcaps.losses import LOSSES
 

@@ -119,6 +119,7 @@ def test_the_text_names_the_day_of_the_end_if_it_is_not_today():
 
 def test_the_text_names_the_processes_and_the_worker_processes(call, images, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     found = Estimate(10, 2_000_000_000, 1_000_000, 999_600_000, 20.0, 3600.0, devices=2, workers=4)
     line = found.text(1, datetime(2026, 1, 1)).partition("\n")[0]
     assert "memory about 2.0 GB in each of 2 processes, including" in line

@@ -188,7 +188,7 @@ def test_a_longer_cosine_is_announced_and_only_a_finished_training_is_published(
     write_run(run, replace(edited, environment=machine))
     with pytest.raises(KeyboardInterrupt):
         fit(replace(recipe, epochs=3), SPLITS, run, resume=True, on_epoch_end=interrupted)
-    changed = f"torch 2.9.0, not {torch.__version__}; threads 77, not {torch.get_num_threads()}"
+    changed = f"torch 2.9.0, not {edited.environment['versions']['torch']}; threads 77, not {torch.get_num_threads()}"
     assert f"{run} was last trained with {changed}: weights" in (printed := capsys.readouterr().out)
     line = f"{run} was started with 1 epochs; training continues to epoch 3, and the cosine of the learning rate now"
     assert line in printed
