@@ -49,8 +49,12 @@ def test_images_that_a_decoder_cannot_reconstruct_are_refused(factor, offset):
     with pytest.raises(ValueError, match=rf"images must be in \[0, 1\] .*; got {offset} to {factor + offset}: scale"):
         reconstruction_loss(decoded, images)
     assert reconstruction_loss(images.clone(), images) == 0  # a decoder of another range
-    assert reconstruction_loss(decoded, 1.1 * pixels - 0.05).isfinite()  # an interpolation that overshoots
+    assert reconstruction_loss(torch.zeros_like(images), images) > 0
+    assert reconstruction_loss(decoded, 2 * pixels - 0.5).isfinite()  # an interpolation that overshoots
     assert reconstruction_loss(decoded, images * math.nan).isnan()
+    assert reconstruction_loss(decoded * math.nan, images).isnan()
+    several = torch.func.vmap(lambda one: reconstruction_loss(one, images))(decoded.expand(3, 1, 1, 4, 4))
+    assert (several > 0).all()
 
 
 def test_a_loss_of_activations_is_refused_for_logits():

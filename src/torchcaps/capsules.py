@@ -128,6 +128,7 @@ def check_sites(capsules: Capsules, name: str = "children") -> None:
         vectors = isinstance(pose, Tensor) and pose.ndim == 4
         cure = ": use pose[..., None, :] for vector poses" if vectors else ""
         raise ValueError(f"pose must be [B, S, C, R, Q]; got {described(pose)}{cure}")
+    check_floating("pose", pose)
     check_activation(activation, pose)
 
 

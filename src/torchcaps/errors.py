@@ -141,6 +141,8 @@ def listed(names: Sequence[str], most: int = 3) -> str:
 def captions(texts: Sequence[str], most: int = 24) -> list[str]:
     """Return the `caption` of each text. Equal captions end with the place of the text in the list, from 0.
 
+    If a caption with such an ending is equal to another caption, all captions end with their places.
+
     Example:
         >>> captions(["view of the left knee, lateral", "view of the left hip, lateral"], most=12)
         ['view of… (0)', 'view of… (1)']

@@ -129,7 +129,8 @@ class PoseNorm(nn.Module):
 
     Raises:
         ValueError: a size is not an integer of at least 1. When the module is called: the argument is not a
-            `Capsules` with ``types`` types and as many elements per pose as ``pose_size``.
+            `Capsules` with ``types`` types and as many elements per pose as ``pose_size``, or pose and activation do
+            not have the documented dimensions.
 
     Example:
         >>> import torch

@@ -46,11 +46,12 @@ def scores_apart(scores: Sequence[float], digits: int = 2) -> list[str]:
 
 
 def probabilities(scores: Float[Tensor, "N K"], logits: bool | None = None, loss: str = "") -> Float[Tensor, "N K"]:
-    """Convert the scores of a split to numbers that sum to 1 for each image, or to 0 if all its activations are 0.
+    """Convert the scores of a split to numbers that sum to 1 for each image.
 
     Logits are converted by a softmax. Activations of class capsules or of sigmoid units are divided by their sum for
-    each image; a softmax of activations would be nearly uniform: for ten classes, it never exceeds 0.24. Activations of
-    a network that was trained with `activation_logit_cross_entropy` are converted by the softmax of this loss.
+    each image, or stay 0 if all of them are 0; a softmax of activations would be nearly uniform: for ten classes, it
+    never exceeds 0.24. Activations of a network that was trained with `activation_logit_cross_entropy` are converted by
+    the softmax of this loss.
 
     Arguments:
         scores: ``[N, K]``, the scores of all images of a split.

@@ -28,8 +28,8 @@ class Variation(NamedTuple):
         warp: four numbers per image, ``[N, 4]``: rotation (clockwise if positive) and squeeze in [-1, 1]; vertical and
             horizontal position of the erased square in [0, 1). None if the preprocessing uses none of the four.
         mirrored: whether each image is mirrored, ``[N]``; None if images are not mirrored.
-        distances: distances of the elastic distortion at a 6×6 grid of points, right and down, in pixels,
-            ``[N, 2, 6, 6]``; None if images are not distorted.
+        distances: elastic distortion at a 6×6 grid of points, ``[N, 2, 6, 6]``: distances right and down, in pixels,
+            to the place from which the pixel at the point is taken. None if images are not distorted.
 
     Example:
         >>> Preprocessing(shift=2).variation(seed=0, epoch=0, count=5).offsets.shape

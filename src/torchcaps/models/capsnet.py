@@ -22,9 +22,10 @@ class CapsNet(Pretrained):
 
     Sabour, Frosst & Hinton 2017, figures 1 and 2: convolution 9×9×256 with ReLU → PrimaryCaps 9×9 stride 2 with 32
     types of 8-D capsules → DenseCaps with one 16-D capsule per class. The length of a class capsule is the score of the
-    class. On MNIST the network has 6.8M parameters without the decoder, and 8.2M with the decoder. With few classes,
-    use a low learning rate, such as 2e-4: a vote counts more if it has fewer classes to choose from, and the paper's
-    1e-3 can saturate the squash. All scores are then near 1, and the network does not learn.
+    class. On MNIST the network has 6.8M parameters without the decoder, and 8.2M with the decoder. With two or three
+    classes, use a learning rate such as 2e-4. The first couplings are 1 / classes, so with few classes each vote has
+    more weight, and the paper's learning rate of 1e-3 can saturate the squash: all scores are then near 1, and the
+    network stops learning.
 
     Arguments:
         image_shape: (channels, height, width); at least 17×17 pixels.

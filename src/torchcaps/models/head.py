@@ -28,13 +28,13 @@ class CapsuleHead(nn.Module):
     poses of the primary capsules from the features. If the routing rule uses activations, a second linear layer with
     BatchNorm computes the activations. All positions share the transforms of the class capsules, so the number of
     parameters does not depend on the size of the feature map. The linear layers have no bias, and poses are not
-    squashed. BatchNorm has no learned parameters and the transforms start around the identity, except for dynamic,
-    uniform and self-attention routing: there BatchNorm has learned parameters, and the transforms start around 0, with
-    standard deviation 1 / √(S·C·N). In attention with poses of one element, they start in the same way. Coordinate
-    Addition adds the position of each child to its votes, in coordinates from -1/2 to 1/2. The fused kernels compute
-    each vote when it is needed and do not store it, so large feature maps need little memory. The score of a class is
-    the activation of its capsule. With the default rule, train with the loss
-    `torchcaps.losses.activation_logit_cross_entropy`.
+    squashed. BatchNorm has no learned parameters, and the transforms start around the identity with standard deviation
+    0.1. In dynamic, uniform and self-attention routing, BatchNorm has learned parameters, and the transforms start
+    around 0 with standard deviation 1 / √(S·C·N), as do those of attention with poses of one element. Both
+    distributions are truncated at two standard deviations. Coordinate Addition adds the position of each child to its
+    votes, in coordinates from -1/2 to 1/2. The fused kernels compute each vote when it is needed and do not store it,
+    so large feature maps need little memory. The score of a class is the activation of its capsule. With the default
+    rule, train with the loss `torchcaps.losses.activation_logit_cross_entropy`.
 
     Arguments:
         features_shape: (channels, height, width) of the feature maps, or (channels,) for feature vectors.

@@ -48,7 +48,7 @@ class MatrixCapsNet(Pretrained):
         widths: four numbers (A, B, C, D) that replace the numbers of ``size``.
         pose: ``matrix`` for 4×4 poses with 4×4 transforms, ``vector`` for 16-D poses with 16×16 transforms.
         coordinates: use Coordinate Addition in the class capsules. The coordinates are the centres of the receptive
-            fields, in [0, 1] of the image's height and width.
+            fields, as fractions of the image's height and width.
         stem: number of extra 3×3 convolutions after the first convolution. With ``stem_stride=1``, the extra
             convolutions keep the number of channels and the resolution. With a stem or with ``normalise``, BatchNorm
             follows every convolution.
