@@ -21,28 +21,31 @@ from torchcaps.kernels.gpu.problem import FEW_REGISTERS, MOST_REGISTERS, Problem
 from torchcaps.kernels.gpu.votes import (
     child_program,
     children_of,
+    combining_program,
     edges_of_site,
     edges_of_softmax,
     ends_of,
     log_couplings,
+    logit_bias_at,
     logit_weights_at,
-    logit_weights_of,
     offsets,
     own_edges,
     parent_program,
     parents_of,
     places_of,
-    pose_logits_of,
     poses_at,
     program_of,
     repeated,
-    rows_of,
+    scalar_tile,
     scalars,
     size_of_groups,
     softmax_of,
+    store,
     sum_of_numbers,
     tiny_of,
     transforms_at,
+    transforms_of,
+    vector_tile,
     vectors,
     votes_along,
     votes_of,
@@ -61,16 +64,17 @@ def _gradient_scale(a):
 
 
 @triton.jit
-def _coupling_grads(votes, log_c, a, record, parents, is_vote):
+def _coupling_grads(votes, log_c, record, parents, is_vote):
     """Return share and c u, both multiplied by `_gradient_scale` of the activation, and ḡ_mean + 2 ḡ_variance e.
 
     `record` comes from `completed`, so its variance is Σ_h ḡ_variance variance.
     """
-    scale, log_share = _gradient_scale(a), (log_c - parents.largest) - parents.log_mass
+    a, scale = votes.a, _gradient_scale(votes.a)
+    log_share = (log_c - parents.largest) - parents.log_mass
     bounded = tl.where(log_share > 60, 60.0, log_share)  # because the share of a child with activation 0 may overflow
     share = tl.exp(tl.where(a < tiny_of(a.dtype), bounded, log_share + tl.log(scale)))
     share = tl.where(is_vote, share, 0.0)
-    e = votes - parents.mean
+    e = votes.numbers - parents.mean
     variance_term = parents.variance_grad * e
     mean_grad = parents.mean_grad + variance_term
     c_grad = share * (sum_of_numbers(e * mean_grad) - parents.variance)
@@ -90,22 +94,20 @@ def _logit_grads(log_c, a, c_grad, record, softmax, is_vote):
 @triton.jit(do_not_specialize=["samples", "unit"])
 def _sum_over_softmax(layer, record, out, samples, unit, z: tl.constexpr):
     """Compute γ of each softmax."""
-    dtype: tl.constexpr = out.dtype.element_ty
     index, program = child_program(z.softmaxes, samples, unit, z)
     site, begin, end = edges_of_softmax(layer.lists, index, z)
     child_type = program.first_type
-    children = children_of(layer, site, child_type, program, z, dtype)
+    children = children_of(layer, site, child_type, program, z)
     softmax = softmax_of(layer.lists, site, index, child_type, program, z)
-    gamma = tl.full([z.block_samples, z.block_types], 0, dtype)
+    gamma = scalar_tile(0, z)
     for edge in range(begin, end):
         _site, parent_site, kernel = ends_of(layer.lists, edge, z)
         for parent_type in tl.range(0, z.parent_types, loop_unroll_factor=2):
             places = places_of(parent_site, parent_type, z.stride, program, z)
-            votes = votes_of(children.columns, rows_of(layer, kernel, child_type, parent_type, program, z, dtype), z)
+            votes = votes_of(children, transforms_of(layer, kernel, child_type, parent_type, program, z), z)
             parents = parents_of(record, places, z)
-            of_poses = pose_logits_of(layer, children.columns, kernel, child_type, parent_type, program, z, dtype)
-            log_c, _ = log_couplings(votes, of_poses, record, parents, softmax, z)
-            _, c_grad, _ = _coupling_grads(votes, log_c, children.a, record, parents, program.is_vote)
+            log_c, _ = log_couplings(votes, record, parents, softmax)
+            _, c_grad, _ = _coupling_grads(votes, log_c, record, parents, program.is_vote)
             gamma += c_grad
     tl.store(out + softmax.at, gamma, program.is_vote)
 
@@ -113,25 +115,22 @@ def _sum_over_softmax(layer, record, out, samples, unit, z: tl.constexpr):
 @triton.jit(do_not_specialize=["group_count", "samples", "unit"])
 def _sum_at_parents(layer, record, zeroths, firsts, seconds, group_count, samples, unit, z: tl.constexpr):
     """Compute Σ ḡ_logit, Σ ḡ_logit d and Σ ḡ_logit d² over each group of a parent's children."""
-    dtype: tl.constexpr = zeroths.dtype.element_ty
     parent_site, group, program = parent_program(group_count, samples, unit, z)
-    parent_type, is_vote = program.first_type, program.is_vote
-    places = places_of(parent_site, parent_type, z.stride, program, z)
+    is_vote = program.is_vote
+    places = places_of(parent_site, program.first_type, z.stride, program, z)
     parents = parents_of(record, places, z)
     begin, end = own_edges(layer.lists + z.parent_begin + parent_site, group, group_count)
-    zeroth = tl.full([z.block_samples, z.block_types], 0, dtype)
-    first = tl.full([z.block_samples, z.block_types, z.block_rows, z.block_columns], 0, dtype)
-    second = tl.full([z.block_samples, z.block_types, z.block_rows, z.block_columns], 0, dtype)
+    zeroth = scalar_tile(0, z)
+    first = vector_tile(z)
+    second = vector_tile(z)
     for place in range(begin, end):
         edge = tl.load(layer.lists + z.parent_edge + place)
         site, _parent_site, kernel = ends_of(layer.lists, edge, z)
         for child_type in tl.range(0, z.types, loop_unroll_factor=2):
-            children, votes, of_poses, softmax = votes_along(
-                layer, edge, site, kernel, child_type, parent_type, program, z, dtype
-            )
-            log_c, d = log_couplings(votes, of_poses, record, parents, softmax, z)
-            _, c_grad, _ = _coupling_grads(votes, log_c, children.a, record, parents, is_vote)
-            logit_grad = _logit_grads(log_c, children.a, c_grad, record, softmax, is_vote)
+            votes, softmax = votes_along(layer, edge, site, kernel, child_type, program, z)
+            log_c, d = log_couplings(votes, record, parents, softmax)
+            _, c_grad, _ = _coupling_grads(votes, log_c, record, parents, is_vote)
+            logit_grad = _logit_grads(log_c, votes.a, c_grad, record, softmax, is_vote)
             zeroth += logit_grad
             if firsts is not None:
                 first += logit_grad[:, :, None, None] * d
@@ -146,19 +145,18 @@ def _sum_at_parents(layer, record, zeroths, firsts, seconds, group_count, sample
 
 
 @triton.jit
-def _vote_grads(lists, passes, count: tl.constexpr, site, edge, votes, of_poses, a, places, program, z: tl.constexpr):
+def _vote_grads(passes, count: tl.constexpr, votes, softmax, places, program, z: tl.constexpr):
     """Return ḡ_V, Σ_j c u and ḡ_logit, summed over the `count` passes. Triton 3.5 cannot compile ``len(passes)``."""
-    vote_grad, activation_grad, of_logit = tl.zeros_like(votes), tl.zeros_like(a), tl.zeros_like(a)
-    softmax = softmax_of(lists, site, edge, program.first_type, program, z)
+    vote_grad, activation_grad, of_logit = vector_tile(z), scalar_tile(0, z), scalar_tile(0, z)
     for t in tl.static_range(count):
         record = passes[t]
         parents = parents_of(record, places, z)
-        log_c, d = log_couplings(votes, of_poses, record, parents, softmax, z)
-        share, c_grad, moments_grad = _coupling_grads(votes, log_c, a, record, parents, program.is_vote)
-        vote_grad += (a / _gradient_scale(a) * share)[:, :, None, None] * moments_grad
+        log_c, d = log_couplings(votes, record, parents, softmax)
+        share, c_grad, moments_grad = _coupling_grads(votes, log_c, record, parents, program.is_vote)
+        vote_grad += (votes.a / _gradient_scale(votes.a) * share)[:, :, None, None] * moments_grad
         activation_grad += c_grad
         if record.coupling_grads is not None:
-            logit_grad = _logit_grads(log_c, a, c_grad, record, softmax, program.is_vote)
+            logit_grad = _logit_grads(log_c, votes.a, c_grad, record, softmax, program.is_vote)
             of_logit += logit_grad
             logit_grad = logit_grad[:, :, None, None]
             if record.linear is not None:
@@ -171,31 +169,27 @@ def _vote_grads(lists, passes, count: tl.constexpr, site, edge, votes, of_poses,
 @triton.jit(do_not_specialize=["samples", "unit"])
 def _child_grads(layer, passes, count: tl.constexpr, pose_grads, activation_grads, samples, unit, z: tl.constexpr):
     """Compute the gradients of each child's pose and activation."""
-    dtype: tl.constexpr = passes[0].mean.dtype.element_ty
     site, program = child_program(z.sites, samples, unit, z)
     child_type = program.first_type
-    children = children_of(layer, site, child_type, program, z, dtype)
-    zero = tl.full([z.block_samples, z.block_types, z.block_rows, 1], 0, dtype)
+    children = children_of(layer, site, child_type, program, z)
+    zero = tl.full([z.block_samples, z.block_types, z.block_rows, 1], 0, z.dtype)
     pose_grad = repeated(zero, z.inner)
-    activation_grad = tl.full([z.block_samples, z.block_types], 0, dtype)
+    activation_grad = scalar_tile(0, z)
     begin, end = edges_of_site(layer.lists, site, z)
     for edge in range(begin, end):
         _site, parent_site, kernel = ends_of(layer.lists, edge, z)
         for parent_type in range(z.parent_types):
             places = places_of(parent_site, parent_type, z.stride, program, z)
-            rows = rows_of(layer, kernel, child_type, parent_type, program, z, dtype)
-            votes = votes_of(children.columns, rows, z)
-            of_poses = pose_logits_of(layer, children.columns, kernel, child_type, parent_type, program, z, dtype)
-            vote_grad, added, logit_grad = _vote_grads(
-                layer.lists, passes, count, site, edge, votes, of_poses, children.a, places, program, z
-            )
-            weights = logit_weights_of(layer, kernel, child_type, parent_type, program, z, dtype)
+            transforms = transforms_of(layer, kernel, child_type, parent_type, program, z)
+            votes = votes_of(children, transforms, z)
+            softmax = softmax_of(layer.lists, site, edge, child_type, program, z)
+            vote_grad, added, logit_grad = _vote_grads(passes, count, votes, softmax, places, program, z)
             activation_grad += added
             sums = ()
             for q in tl.static_range(tl.constexpr(z.inner)):
-                added_to_pose = tl.sum(vote_grad * rows[q], axis=3)[:, :, :, None]
+                added_to_pose = tl.sum(vote_grad * transforms.rows[q], axis=3)[:, :, :, None]
                 if z.depth > z.inner:
-                    added_to_pose += logit_grad[:, :, None, None] * weights[q]
+                    added_to_pose += logit_grad[:, :, None, None] * transforms.logit_weights[q]
                 sums = sums + (pose_grad[q] + added_to_pose,)
             pose_grad = sums
     child = site * z.types + child_type
@@ -210,30 +204,27 @@ def _child_grads(layer, passes, count: tl.constexpr, pose_grads, activation_grad
 @triton.jit(do_not_specialize=["group_count", "samples", "unit"])
 def _transform_grads(layer, passes, count: tl.constexpr, transform_grads, group_count, samples, unit, z: tl.constexpr):
     """Compute each transform's gradient, summed over groups of edges and samples: ``[groups, K, C, J, depth, N]``."""
-    dtype: tl.constexpr = passes[0].mean.dtype.element_ty
     index, group = tl.program_id(0) // group_count, tl.program_id(0) % group_count
     kernel, parent_type = index // z.type_blocks // z.parent_types, index // z.type_blocks % z.parent_types
     type_block, sample_blocks = index % z.type_blocks, tl.cdiv(samples, z.block_samples)
     first = program_of(0, type_block, samples, unit, z)
     child_type = first.first_type
-    rows = rows_of(layer, kernel, child_type, parent_type, first, z, dtype)
-    zero = tl.full([z.block_samples, z.block_types, z.block_columns], 0, dtype)
+    transforms = transforms_of(layer, kernel, child_type, parent_type, first, z)
+    zero = tl.full([z.block_samples, z.block_types, z.block_columns], 0, z.dtype)
     transform_grad = repeated(zero, z.inner)
-    weight_grad = repeated(tl.full([z.block_samples, z.block_types, z.block_rows, 1], 0, dtype), z.inner)
-    bias_grad = tl.full([z.block_samples, z.block_types], 0, dtype)
+    weight_grad = repeated(tl.full([z.block_samples, z.block_types, z.block_rows, 1], 0, z.dtype), z.inner)
+    bias_grad = scalar_tile(0, z)
     begin, end = own_edges(layer.lists + z.kernel_begin + kernel, group, group_count)
     for place in range(begin, end):
         edge = tl.load(layer.lists + z.kernel_edge + place)
         site, parent_site, _kernel = ends_of(layer.lists, edge, z)
         for sample_block in range(sample_blocks):
             program = program_of(sample_block, type_block, samples, unit, z)
-            children = children_of(layer, site, child_type, program, z, dtype)
+            children = children_of(layer, site, child_type, program, z)
             places = places_of(parent_site, parent_type, z.stride, program, z)
-            votes = votes_of(children.columns, rows, z)
-            of_poses = pose_logits_of(layer, children.columns, kernel, child_type, parent_type, program, z, dtype)
-            vote_grad, _, logit_grad = _vote_grads(
-                layer.lists, passes, count, site, edge, votes, of_poses, children.a, places, program, z
-            )
+            votes = votes_of(children, transforms, z)
+            softmax = softmax_of(layer.lists, site, edge, child_type, program, z)
+            vote_grad, _, logit_grad = _vote_grads(passes, count, votes, softmax, places, program, z)
             vote_grad = tl.where(program.is_vote[:, :, None, None], vote_grad, 0.0)  # it may be infinite
             sums = ()
             for q in tl.static_range(tl.constexpr(z.inner)):
@@ -247,17 +238,16 @@ def _transform_grads(layer, passes, count: tl.constexpr, transform_grads, group_
                 weight_grad = sums
     column = tl.arange(0, z.block_columns)[None, :]
     in_transform = first.is_type[:, None] & (column < z.columns)
-    to = transforms_at(group * z.transforms + kernel, child_type, parent_type, first, z)[:, None] + column
+    at = transforms_at(group * z.transforms + kernel, child_type, parent_type, first, z)
+    to = transform_grads + (at[:, None] + column)
     for q in tl.static_range(tl.constexpr(z.inner)):
-        tl.store(transform_grads + to + q * z.columns, tl.sum(transform_grad[q], axis=0), in_transform)
+        tl.store(to + q * z.columns, tl.sum(transform_grad[q], axis=0), in_transform)
     if z.depth > z.inner:
-        at, is_row = logit_weights_at(group * z.transforms + kernel, child_type, parent_type, first, z)
+        weights_at, is_row = logit_weights_at(at, z)
         is_weight = first.is_type[None, :, None, None] & is_row
         for q in tl.static_range(tl.constexpr(z.inner)):
-            tl.store(transform_grads + at + q, tl.sum(weight_grad[q], axis=0)[None, :, :, :], is_weight)
-        bias = transforms_at(group * z.transforms + kernel, child_type, parent_type, first, z)
-        bias += z.inner * (z.columns + z.rows)
-        tl.store(transform_grads + bias, tl.sum(bias_grad, axis=0), first.is_type)
+            tl.store(transform_grads + weights_at + q, tl.sum(weight_grad[q], axis=0)[None, :, :, :], is_weight)
+        tl.store(transform_grads + logit_bias_at(at, z), tl.sum(bias_grad, axis=0), first.is_type)
 
 
 @triton.jit(do_not_specialize=["group_count", "samples", "unit"])
@@ -265,12 +255,10 @@ def _agreement_grads(record, sums, grads, group_count, samples, unit, z: tl.cons
     """Add the sums of all groups from `_sum_at_parents`, and compute the gradients of the agreement."""
     zeroths, firsts, seconds = sums
     constant_grad, linear_grad, quadratic_grad, centre_grad = grads
-    dtype: tl.constexpr = zeroths.dtype.element_ty
-    parent_site, _, program = parent_program(1, samples, unit, z)
-    places = places_of(parent_site, program.first_type, z.stride, program, z)
-    zeroth = tl.full([z.block_samples, z.block_types], 0, dtype)
-    first = tl.full([z.block_samples, z.block_types, z.block_rows, z.block_columns], 0, dtype)
-    second = tl.full([z.block_samples, z.block_types, z.block_rows, z.block_columns], 0, dtype)
+    program, places, out = combining_program(samples, unit, z)
+    zeroth = scalar_tile(0, z)
+    first = vector_tile(z)
+    second = vector_tile(z)
     scalar_size, vector_size = size_of_groups(samples, z)
     for group in range(group_count):
         zeroth += tl.load(zeroths + group * scalar_size + places.at)
@@ -278,14 +266,12 @@ def _agreement_grads(record, sums, grads, group_count, samples, unit, z: tl.cons
             first += vectors(firsts + group * vector_size, places, z)
         if seconds is not None:
             second += vectors(seconds + group * vector_size, places, z)
-    agreement, out = parents_of(record, places, z), places_of(parent_site, program.first_type, samples, program, z)
-    if constant_grad is not None:
-        tl.store(constant_grad + places.at, zeroth, program.is_vote)
-    if linear_grad is not None:
-        tl.store(linear_grad + out.numbers, first, out.is_own)
+    agreement = parents_of(record, places, z)
+    store(constant_grad, places.at, zeroth, program.is_vote)
+    store(linear_grad, out.numbers, first, out.is_own)
     if centre_grad is not None:
         grad = 2 * agreement.quadratic * first - agreement.linear * zeroth[:, :, None, None]
-        tl.store(centre_grad + out.numbers, grad, out.is_own)
+        store(centre_grad, out.numbers, grad, out.is_own)
     if quadratic_grad is not None:
         grad = -second
         if record.numbers is not None:
@@ -293,20 +279,19 @@ def _agreement_grads(record, sums, grads, group_count, samples, unit, z: tl.cons
             factor = -2 / tl.where(inverse_temperature == 0, 1.0, inverse_temperature)
             of_variance = grad * agreement.quadratic * (factor * agreement.quadratic)
             grad = tl.where(inverse_temperature == 0, grad, of_variance)
-        tl.store(quadratic_grad + out.numbers, grad, out.is_own)
+        store(quadratic_grad, out.numbers, grad, out.is_own)
 
 
 @triton.jit(do_not_specialize=["group_count", "samples", "unit"])
 def _complete(record, quadratic, variance, variance_grad, group_count, samples, unit, z: tl.constexpr):
     """Compute three entries of a record; see `completed`."""
-    parent_site, _, program = parent_program(1, samples, unit, z)
-    places = places_of(parent_site, program.first_type, z.stride, program, z)
+    program, places, _ = combining_program(samples, unit, z)
     if quadratic is not None:
         given, inverse_temperature = vectors(record.quadratic, places, z), tl.load(record.numbers + 2)
         used = tl.where(places.is_number, inverse_temperature, 0.0) != 0
         square = tl.where(used, given + tl.load(record.numbers + 1), 1.0)
         found = tl.where(used, 0.5 * inverse_temperature / square, given)
-        tl.store(quadratic + places.numbers, found, places.is_own)
+        store(quadratic, places.numbers, found, places.is_own)
     if variance_grad is not None:
         found_variance, grad = vectors(record.variance, places, z), vectors(record.variance_grad, places, z)
         if record.log_volume_grad is not None:
@@ -315,8 +300,8 @@ def _complete(record, quadratic, variance, variance_grad, group_count, samples, 
             share = scalars(record.log_volume_grad, places)[:, :, None, None] / tl.where(constant, 1.0, 2 * square)
             grad += tl.where(constant, 0.0, share)
         grad = tl.where(places.is_number, grad, 0.0)
-        tl.store(variance_grad + places.numbers, grad, places.is_own)
-        tl.store(variance + places.at, sum_of_numbers(grad * found_variance), program.is_vote)
+        store(variance_grad, places.numbers, grad, places.is_own)
+        store(variance, places.at, sum_of_numbers(grad * found_variance), program.is_vote)
 
 
 def completed(problem, record):

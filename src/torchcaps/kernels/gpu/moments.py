@@ -8,6 +8,7 @@ from torchcaps.kernels.gpu.problem import FEW_REGISTERS, FEWER_REGISTERS, Proble
 from torchcaps.kernels.gpu.votes import (
     child_program,
     children_of,
+    combining_program,
     edges_of_softmax,
     ends_of,
     log_couplings,
@@ -16,12 +17,14 @@ from torchcaps.kernels.gpu.votes import (
     parent_program,
     parents_of,
     places_of,
-    pose_logits_of,
-    rows_of,
+    scalar_tile,
     size_of_groups,
     softmax_of,
+    store,
     sum_of_numbers,
     tiny_of,
+    transforms_of,
+    vector_tile,
     vectors,
     votes_along,
     votes_of,
@@ -35,21 +38,18 @@ __all__ = ["couplings", "moments", "moments_backward", "votes_backward"]
 @triton.jit(do_not_specialize=["samples", "unit"])
 def _logsumexp(layer, agreement, log_sums, samples, unit, z: tl.constexpr):
     """Compute the largest logit of each softmax, and log Σ e^(logit - largest)."""
-    dtype: tl.constexpr = log_sums.dtype.element_ty
     softmax, program = child_program(z.softmaxes, samples, unit, z)
     site, begin, end = edges_of_softmax(layer.lists, softmax, z)
     child_type = program.first_type
-    children = children_of(layer, site, child_type, program, z, dtype)
-    top = tl.full([z.block_samples, z.block_types], 0.0 if z.none_of_the_above else -float("inf"), dtype)
-    total = tl.full([z.block_samples, z.block_types], 1.0 if z.none_of_the_above else 0.0, dtype)
+    children = children_of(layer, site, child_type, program, z)
+    top = scalar_tile(0.0 if z.none_of_the_above else -float("inf"), z)
+    total = scalar_tile(1.0 if z.none_of_the_above else 0.0, z)
     for edge in range(begin, end):
         _site, parent_site, kernel = ends_of(layer.lists, edge, z)
         for parent_type in tl.range(0, z.parent_types, loop_unroll_factor=2):
             places = places_of(parent_site, parent_type, z.stride, program, z)
-            rows = rows_of(layer, kernel, child_type, parent_type, program, z, dtype)
-            votes = votes_of(children.columns, rows, z)
-            of_poses = pose_logits_of(layer, children.columns, kernel, child_type, parent_type, program, z, dtype)
-            logits, _ = logits_of(votes, of_poses, agreement, parents_of(agreement, places, z))
+            transforms = transforms_of(layer, kernel, child_type, parent_type, program, z)
+            logits, _ = logits_of(votes_of(children, transforms, z), agreement, parents_of(agreement, places, z))
             higher = tl.maximum(top, logits)
             base = tl.where(higher == -float("inf"), 0.0, higher)
             total = total * tl.exp(top - base) + tl.exp(logits - base)
@@ -66,28 +66,24 @@ def _m_step(layer, agreement, tops, masses, means, variances, group_count, sampl
 
     Here, the largest c is that of the vote with the largest weight a c. Updating a running mean avoids cancellation.
     """
-    dtype: tl.constexpr = tops.dtype.element_ty
     parent_site, group, program = parent_program(group_count, samples, unit, z)
-    parent_type = program.first_type
-    places = places_of(parent_site, parent_type, z.stride, program, z)
+    places = places_of(parent_site, program.first_type, z.stride, program, z)
     parents = parents_of(agreement, places, z)
     begin, end = own_edges(layer.lists + z.parent_begin + parent_site, group, group_count)
-    top = tl.full([z.block_samples, z.block_types], -float("inf"), dtype)
-    mass = tl.full([z.block_samples, z.block_types], 0, dtype)
+    top = scalar_tile(-float("inf"), z)
+    mass = scalar_tile(0, z)
     top_a = tl.zeros_like(mass)
-    mean = tl.full([z.block_samples, z.block_types, z.block_rows, z.block_columns], 0, dtype)
-    variance = tl.full([z.block_samples, z.block_types, z.block_rows, z.block_columns], 0, dtype)
+    mean = vector_tile(z)
+    variance = vector_tile(z)
     for place in range(begin, end):
         edge = tl.load(layer.lists + z.parent_edge + place)
         site, _parent_site, kernel = ends_of(layer.lists, edge, z)
         for child_type in tl.range(0, z.types, loop_unroll_factor=2):
-            children, votes, of_poses, softmax = votes_along(
-                layer, edge, site, kernel, child_type, parent_type, program, z, dtype
-            )
-            log_c, _ = log_couplings(votes, of_poses, agreement, parents, softmax, z)
-            a = children.a
-            used = ((a < tiny_of(dtype)) == 0) & program.is_vote & (log_c != -float("inf"))
-            log_a = tl.log(tl.where(a < tiny_of(dtype), 1.0, a))
+            votes, softmax = votes_along(layer, edge, site, kernel, child_type, program, z)
+            log_c, _ = log_couplings(votes, agreement, parents, softmax)
+            a = votes.a
+            used = ((a < tiny_of(z.dtype)) == 0) & program.is_vote & (log_c != -float("inf"))
+            log_a = tl.log(tl.where(a < tiny_of(z.dtype), 1.0, a))
             rise = (tl.where(used, log_c, 0.0) - top) + (log_a - top_a)  # log_c + log_a would round log_a away
             larger = used & (rise > 0)
             unused = tl.where((log_c != log_c) & program.is_vote, log_c, 0.0)  # NaN remains NaN
@@ -95,7 +91,7 @@ def _m_step(layer, agreement, tops, masses, means, variances, group_count, sampl
             mass = mass * tl.exp(tl.where(larger, -rise, 0.0)) + w
             top, top_a = tl.where(larger, log_c, top), tl.where(larger, log_a, top_a)
             portion = tl.where(w == 0, 0.0, w / tl.where(w == 0, 1.0, mass))
-            delta = votes - mean
+            delta = votes.numbers - mean
             mean += portion[:, :, None, None] * delta
             if variances is not None:
                 rest = 1 - portion
@@ -113,17 +109,15 @@ def _over_groups(groups, found, numbers, group_count, samples, unit, z: tl.const
     """Combine the results of `_m_step` for all groups into mass, mean, variance, largest, log_mass and Σ log σ."""
     tops, masses, means, variances = groups
     mass_out, mean_out, variance_out, largest_out, log_mass_out, volume_out = found
-    dtype: tl.constexpr = mass_out.dtype.element_ty
-    parent_site, _, program = parent_program(1, samples, unit, z)
-    places = places_of(parent_site, program.first_type, z.stride, program, z)
+    program, places, out = combining_program(samples, unit, z)
     scalar_size, vector_size = size_of_groups(samples, z)
-    lowest = -3.4028234663852886e38 if dtype == tl.float32 else -1.7976931348623157e308  # -∞ - -∞ is NaN
-    top = tl.full([z.block_samples, z.block_types], lowest, dtype)
+    lowest = -3.4028234663852886e38 if z.dtype == tl.float32 else -1.7976931348623157e308  # -∞ - -∞ is NaN
+    top = scalar_tile(lowest, z)
     for group in range(group_count):
         top = tl.maximum(top, tl.load(tops + group * scalar_size + places.at))
-    mass = tl.full([z.block_samples, z.block_types], 0, dtype)
-    mean = tl.full([z.block_samples, z.block_types, z.block_rows, z.block_columns], 0, dtype)
-    variance = tl.full([z.block_samples, z.block_types, z.block_rows, z.block_columns], 0, dtype)
+    mass = scalar_tile(0, z)
+    mean = vector_tile(z)
+    variance = vector_tile(z)
     for group in range(group_count):
         scale = tl.exp(tl.load(tops + group * scalar_size + places.at) - top)
         weight = tl.load(masses + group * scalar_size + places.at) * scale
@@ -138,35 +132,30 @@ def _over_groups(groups, found, numbers, group_count, samples, unit, z: tl.const
             found_variance = vectors(variances + group * vector_size, places, z)
             variance += portion * (found_variance - variance + rest * delta * delta)
     log_mass = tl.where(mass == 0, float("inf"), tl.log(tl.where(mass == 0, 1.0, mass)))
-    tl.store(mass_out + places.at, mass * tl.exp(top), program.is_vote)
-    tl.store(largest_out + places.at, top, program.is_vote)
-    tl.store(log_mass_out + places.at, log_mass, program.is_vote)
-    out = places_of(parent_site, program.first_type, samples, program, z)
-    tl.store(mean_out + out.numbers, mean, out.is_own)
-    if variances is not None:
-        tl.store(variance_out + out.numbers, variance, out.is_own)
+    store(mass_out, places.at, mass * tl.exp(top), program.is_vote)
+    store(largest_out, places.at, top, program.is_vote)
+    store(log_mass_out, places.at, log_mass, program.is_vote)
+    store(mean_out, out.numbers, mean, out.is_own)
+    store(variance_out, out.numbers, variance, out.is_own)
     if volume_out is not None:
         square = variance + tl.load(numbers)
-        square = tl.where(square < tiny_of(dtype), tiny_of(dtype), square)
+        square = tl.where(square < tiny_of(z.dtype), tiny_of(z.dtype), square)
         log_deviation = tl.where(places.is_number, 0.5 * tl.log(square), 0.0)
-        tl.store(volume_out + places.at, sum_of_numbers(log_deviation), program.is_vote)
+        store(volume_out, places.at, sum_of_numbers(log_deviation), program.is_vote)
 
 
 @triton.jit(do_not_specialize=["samples", "unit"])
 def _write_couplings(layer, agreement, out, samples, unit, z: tl.constexpr):
     """Compute the couplings ``[B, J, E, C]``."""
-    dtype: tl.constexpr = out.dtype.element_ty
     edge, program = child_program(z.edges, samples, unit, z)
     site, parent_site, kernel = ends_of(layer.lists, edge, z)
     child_type = program.first_type
-    children = children_of(layer, site, child_type, program, z, dtype)
+    children = children_of(layer, site, child_type, program, z)
     softmax = softmax_of(layer.lists, site, edge, child_type, program, z)
     for parent_type in range(z.parent_types):
         places = places_of(parent_site, parent_type, z.stride, program, z)
-        votes = votes_of(children.columns, rows_of(layer, kernel, child_type, parent_type, program, z, dtype), z)
-        parents = parents_of(agreement, places, z)
-        of_poses = pose_logits_of(layer, children.columns, kernel, child_type, parent_type, program, z, dtype)
-        log_c, _ = log_couplings(votes, of_poses, agreement, parents, softmax, z)
+        votes = votes_of(children, transforms_of(layer, kernel, child_type, parent_type, program, z), z)
+        log_c, _ = log_couplings(votes, agreement, parents_of(agreement, places, z), softmax)
         to = (program.sample.to(tl.int64) * z.parent_types + parent_type)[:, None] * z.edges + edge
         tl.store(out + to * z.types + (child_type + program.lane)[None, :], tl.exp(log_c), program.is_vote)
 

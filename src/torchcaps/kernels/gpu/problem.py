@@ -5,6 +5,8 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+import torch
+import triton.language as tl
 from torch import Tensor
 from torch.types import IntLikeType
 
@@ -35,6 +37,7 @@ MOST_REGISTERS, FEWER_REGISTERS, FEW_REGISTERS = 255, 168, 128
 With a lower limit, more warps run at the same time. The limit of each kernel was measured on an H200 with votes of 16
 float32 numbers. For longer votes, the limit is `MOST_REGISTERS`.
 """
+DTYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
 VECTORS = ("linear", "quadratic", "centre", "mean", "variance", "mean_grad", "variance_grad")
 SCALARS = ("constant", "largest", "log_mass", "mass_grad", "log_volume_grad")
 
@@ -54,7 +57,7 @@ class Shape:
 
     The *own* types of a program are child types if `of_children` is 1, and parent types if it is 0. `stride` is
     `sample_stride`. As a constant, it saves the kernels many integer operations; as a power of two, it leaves only few
-    different kernels. A transform has `depth` rows; see `Shapes`.
+    different kernels. A transform has `depth` rows; see `Shapes`. `dtype` is that of all sums.
     """
 
     sites: int
@@ -69,6 +72,7 @@ class Shape:
     edges: int
     types_compete: bool
     none_of_the_above: int
+    dtype: tl.dtype
     stride: int
     block_samples: int
     block_rows: int
@@ -108,8 +112,9 @@ class Plan:
     """
 
     def __init__(
-        self, pose: Any, transform: Any, edge_lists: int, parent_sites: int, types: bool, none_of_the_above: bool
-    ) -> None:
+        self, pose: Any, transform: Any, edge_lists: int, parent_sites: int, types: bool, none_of_the_above: bool,
+        dtype: torch.dtype,
+    ) -> None:  # fmt: skip
         shapes = Shapes(pose, transform, edge_lists, parent_sites, types, by_sample=False, lanes=1)
         sizes: Any = shapes.sizes
         batch, sites, child_types, parent_sites, parent_types, transforms, rows, inner, columns, edges, depth = sizes
@@ -117,7 +122,7 @@ class Plan:
         begins = accumulate((3 * edges, sites + 1, parent_sites + 1, edges, transforms + 1))
         blocks = sample_stride(batch), SAMPLES, power_of_2(rows), power_of_2(columns)
         ordered = (sites, child_types, rows, inner, parent_sites, parent_types, columns, transforms, depth, edges)
-        constants: Any = (*ordered, types, int(none_of_the_above), *blocks, *begins)
+        constants: Any = (*ordered, types, int(none_of_the_above), DTYPES[dtype], *blocks, *begins)
         self.children = Shape(*constants, of_children=1)
         self.parents = replace(self.children, of_children=0)
         self.sample_blocks = -(-batch // SAMPLES)
@@ -150,8 +155,10 @@ class Problem:
 
     def __init__(self, pose, activation, transform, lists, parent_sites: int, types: bool, none_of_the_above: bool):
         expect_one_device(pose, lists)
-        self.plan = _plan(pose.shape, transform.shape, lists.shape[0], parent_sites, types, none_of_the_above)
-        self.samples, self.dtype, stride = pose.shape[0], statistics_dtype(pose.dtype), self.plan.children.stride
+        self.samples, self.dtype = pose.shape[0], statistics_dtype(pose.dtype)
+        sizes = pose.shape, transform.shape, lists.shape[0]
+        self.plan = _plan(*sizes, parent_sites, types, none_of_the_above, self.dtype)
+        stride = self.plan.children.stride
         activation = None if activation is None else self.ordered(activation, self.samples, activation.dtype)
         self.layer = Layer(
             self.ordered(pose, stride, pose.dtype), activation, transform.contiguous().resolve_neg(), lists

@@ -12,68 +12,57 @@ class Program(NamedTuple):
     """What a program handles: a block of samples, and a block of child types or of parent types.
 
     If a block extends beyond the last sample or type, the last one takes the place of the missing ones, so loads need
-    no mask.
-
-    Arguments:
-        sample: offset of each sample, ``[samples]``.
-        first_type: index of the first type.
-        lane: distance of each type from the first type, ``[types]``.
-        is_type: mask of types, ``[types]``.
-        is_vote: mask of samples and types, ``[samples, types]``.
-        samples: number of samples in the batch.
-        unit: 1, but the compiler does not know this value. So it cannot see which numbers are contiguous in memory, and
-            does not distribute the numbers of a vote over several threads to load them with fewer instructions.
+    no mask. The compiler does not know that `unit` is 1. So it cannot see which numbers are contiguous in memory, and
+    does not distribute the numbers of a vote over several threads to load them with fewer instructions.
     """
 
-    sample: Any
-    first_type: Any
-    lane: Any
-    is_type: Any
-    is_vote: Any
-    samples: Any
-    unit: Any
+    sample: Any  # offset of each sample, ``[samples]``
+    first_type: Any  # index of the first type
+    lane: Any  # distance of each type from the first type, ``[types]``
+    is_type: Any  # mask of types, ``[types]``
+    is_vote: Any  # mask of samples and types, ``[samples, types]``
+    samples: Any  # number of samples in the batch
+    unit: Any  # 1
 
 
 class Children(NamedTuple):
-    """The children of a tile.
+    """The children of a tile."""
 
-    Arguments:
-        a: activation of each child, ``[samples, types]``.
-        columns: the columns of their poses, a tuple of tensors ``[samples, types, rows, 1]``.
-    """
+    a: Any  # activation of each child, ``[samples, types]``
+    columns: Any  # columns of their poses, a tuple of tensors ``[samples, types, rows, 1]``
 
-    a: Any
-    columns: Any
+
+class Transforms(NamedTuple):
+    """The transforms from the children of a tile to its parents. Without weights, no logit depends on a pose."""
+
+    rows: Any  # a tuple of tensors ``[samples, types, 1, columns]``
+    logit_weights: Any  # a tuple with a tensor ``[1, types, rows, 1]`` for each column of a pose
+    logit_bias: Any  # ``[1, types]``
+
+
+class Votes(NamedTuple):
+    """The votes of a tile's children for its parents."""
+
+    numbers: Any  # ``[samples, types, rows, columns]``; masked numbers are 0
+    pose_logits: Any  # the part of the logits that depends on the poses only, ``[samples, types]``
+    a: Any  # activation of each child, ``[samples, types]``
 
 
 class Softmax(NamedTuple):
-    """The softmax over the parents of each child of a tile.
+    """The softmax over the parents of each child of a tile."""
 
-    Arguments:
-        at: offset of each softmax in ``[G, C, B]``, ``[samples, types]``.
-        count: number of softmaxes, ``G · C · B``.
-        competitors: number of logits in the softmax.
-    """
-
-    at: Any
-    count: Any
-    competitors: Any
+    at: Any  # offset of each softmax in ``[G, C, B]``, ``[samples, types]``
+    count: Any  # number of softmaxes, ``G · C · B``
+    competitors: Any  # number of logits in the softmax
 
 
 class Places(NamedTuple):
-    """Where the parents of a tile are in memory.
+    """Where the parents of a tile are in memory."""
 
-    Arguments:
-        at: offset of each parent in ``[P, J, B]``, ``[samples, types]``.
-        numbers: offset of each number of a pose in ``[P, J, R, N, stride]``, ``[samples, types, rows, columns]``.
-        is_number: mask of the rows and columns of a pose, ``[1, 1, rows, columns]``.
-        is_own: mask of the numbers that the program has to store.
-    """
-
-    at: Any
-    numbers: Any
-    is_number: Any
-    is_own: Any
+    at: Any  # offset of each parent in ``[P, J, B]``, ``[samples, types]``
+    numbers: Any  # offset of each number of a pose in ``[P, J, R, N, stride]``, ``[samples, types, rows, columns]``
+    is_number: Any  # mask of the rows and columns of a pose, ``[1, 1, rows, columns]``
+    is_own: Any  # mask of the numbers that the program has to store
 
 
 @triton.jit
@@ -101,6 +90,17 @@ def parent_program(group_count, samples, unit, z: tl.constexpr):
     index, rest = tl.program_id(0) % count, tl.program_id(0) // count
     program = program_of(rest // group_count, index % z.type_blocks, samples, unit, z)
     return index // z.type_blocks, rest % group_count, program
+
+
+@triton.jit
+def combining_program(samples, unit, z: tl.constexpr):
+    """Return a parent-side `Program` for all groups of children, and the `Places` of its parents.
+
+    The second `Places` are those in the outputs of the operators, which have no room for `stride` samples.
+    """
+    site, _, program = parent_program(1, samples, unit, z)
+    places = places_of(site, program.first_type, z.stride, program, z)
+    return program, places, places_of(site, program.first_type, samples, program, z)
 
 
 @triton.jit
@@ -187,18 +187,18 @@ def poses_at(child, stride, program, z: tl.constexpr):
 
 
 @triton.jit
-def children_of(layer, site, child_type, program, z: tl.constexpr, dtype: tl.constexpr):
+def children_of(layer, site, child_type, program, z: tl.constexpr):
     """Load the `Children` at a site."""
     child = site * z.types + child_type
     poses, is_pose = poses_at(child, z.stride, program, z)
     columns = ()
     for q in tl.static_range(tl.constexpr(z.inner)):
         column = load(layer.pose + poses + q * z.stride, is_pose, z.block_rows != z.rows)
-        columns = columns + (column.to(dtype),)
+        columns = columns + (column.to(z.dtype),)
     if layer.activation is None:
-        a = tl.full([z.block_samples, z.block_types], 1, dtype)
+        a = scalar_tile(1, z)
     else:
-        a = tl.load(layer.activation + offsets(child, 1, program.samples, z.of_children, program)).to(dtype)
+        a = tl.load(layer.activation + offsets(child, 1, program.samples, z.of_children, program)).to(z.dtype)
     return Children(a, columns)
 
 
@@ -210,77 +210,86 @@ def transforms_at(kernel, child_type, parent_type, program, z: tl.constexpr):
 
 
 @triton.jit
-def rows_of(layer, kernel, child_type, parent_type, program, z: tl.constexpr, dtype: tl.constexpr):
-    """Load the rows of the transforms: a tuple of tensors ``[samples, types, 1, columns]``.
+def logit_weights_at(transforms, z: tl.constexpr):
+    """Return the offset of the weights of logits for the first number of each row of a pose, and the mask of rows."""
+    row = tl.arange(0, z.block_rows)[None, None, :, None]
+    return (transforms + z.inner * z.columns)[None, :, None, None] + row * z.inner, row < z.rows
 
-    The same number is loaded for all samples, so that the result is laid out in registers like the votes.
+
+@triton.jit
+def logit_bias_at(transforms, z: tl.constexpr):
+    """Return the offset of the weight of a logit that does not depend on the pose."""
+    return transforms + z.inner * (z.columns + z.rows)
+
+
+@triton.jit
+def transforms_of(layer, kernel, child_type, parent_type, program, z: tl.constexpr):
+    """Load `Transforms`.
+
+    The same number of a row is loaded for all samples, so that the rows are laid out in registers like the votes.
     """
-    column = tl.arange(0, z.block_columns)[None, None, None, :]
-    first = transforms_at(kernel, child_type, parent_type, program, z)[None, :, None, None]
+    transforms = transforms_at(kernel, child_type, parent_type, program, z)
+    first, column = transforms[None, :, None, None], tl.arange(0, z.block_columns)[None, None, None, :]
     shape: tl.constexpr = (z.block_samples, z.block_types, 1, z.block_columns)
     at = tl.broadcast_to(first + (column if z.block_columns <= 4 else column * program.unit), shape)
     is_number = tl.broadcast_to(column < z.columns, shape)
     rows = ()
     for q in tl.static_range(tl.constexpr(z.inner)):
         row = load(layer.transform + at + q * z.columns, is_number, z.block_columns != z.columns)
-        rows = rows + (row.to(dtype),)
-    return rows
+        rows = rows + (row.to(z.dtype),)
+    weights, bias = (), 0.0
+    if z.depth > z.inner:
+        at, is_row = logit_weights_at(transforms, z)
+        for q in tl.static_range(tl.constexpr(z.inner)):
+            weights = weights + (tl.load(layer.transform + at + q, is_row, 0).to(z.dtype),)
+        bias = tl.load(layer.transform + logit_bias_at(transforms, z)).to(z.dtype)[None, :]
+    return Transforms(rows, weights, bias)
 
 
 @triton.jit
-def votes_of(columns, rows, z: tl.constexpr):
-    """Compute the votes ``[samples, types, rows, columns]``; masked numbers are 0."""
-    votes = columns[0] * rows[0]
+def votes_of(children, transforms, z: tl.constexpr):
+    """Compute the `Votes` of `Children`."""
+    votes, pose_logits = children.columns[0] * transforms.rows[0], scalar_tile(0, z)
     for q in tl.static_range(1, tl.constexpr(z.inner)):
-        votes += columns[q] * rows[q]
-    return votes
-
-
-@triton.jit
-def logit_weights_at(kernel, child_type, parent_type, program, z: tl.constexpr):
-    """Return the offset of the weights of logits for the first number of each row of a pose, and the mask of rows."""
-    row = tl.arange(0, z.block_rows)[None, None, :, None]
-    first = transforms_at(kernel, child_type, parent_type, program, z) + z.inner * z.columns
-    return first[None, :, None, None] + row * z.inner, row < z.rows
-
-
-@triton.jit
-def logit_weights_of(layer, kernel, child_type, parent_type, program, z: tl.constexpr, dtype: tl.constexpr):
-    """Load the weights of the logits: a tuple with a tensor ``[1, types, rows, 1]`` for each column of a pose."""
-    at, is_row = logit_weights_at(kernel, child_type, parent_type, program, z)
-    weights = ()
+        votes += children.columns[q] * transforms.rows[q]
     if z.depth > z.inner:
         for q in tl.static_range(tl.constexpr(z.inner)):
-            weights = weights + (tl.load(layer.transform + at + q, is_row, 0).to(dtype),)
-    return weights
+            pose_logits += sum_of_numbers(children.columns[q] * transforms.logit_weights[q])
+        pose_logits += transforms.logit_bias
+    return Votes(votes, pose_logits, children.a)
 
 
 @triton.jit
-def pose_logits_of(layer, columns, kernel, child_type, parent_type, program, z: tl.constexpr, dtype: tl.constexpr):
-    """Return the part of the logits that depends on the poses only, ``[samples, types]``; 0 without such weights."""
-    logits = tl.full([z.block_samples, z.block_types], 0, dtype)
-    if z.depth > z.inner:
-        weights = logit_weights_of(layer, kernel, child_type, parent_type, program, z, dtype)
-        for q in tl.static_range(tl.constexpr(z.inner)):
-            logits += sum_of_numbers(columns[q] * weights[q])
-        bias = transforms_at(kernel, child_type, parent_type, program, z) + z.inner * (z.columns + z.rows)
-        logits += tl.load(layer.transform + bias).to(dtype)[None, :]
-    return logits
+def votes_along(layer, edge, site, kernel, child_type, program, z: tl.constexpr):
+    """Return the `Votes` of a child type for the program's own parents along an edge, and their `Softmax`."""
+    children = children_of(layer, site, child_type, program, z)
+    transforms = transforms_of(layer, kernel, child_type, program.first_type, program, z)
+    return votes_of(children, transforms, z), softmax_of(layer.lists, site, edge, child_type, program, z)
 
 
 @triton.jit
-def votes_along(layer, edge, site, kernel, child_type, parent_type, program, z: tl.constexpr, dtype: tl.constexpr):
-    """Return the `Children` of a type, their votes for the own parents along an edge, pose logits and `Softmax`."""
-    children = children_of(layer, site, child_type, program, z, dtype)
-    votes = votes_of(children.columns, rows_of(layer, kernel, child_type, parent_type, program, z, dtype), z)
-    of_poses = pose_logits_of(layer, children.columns, kernel, child_type, parent_type, program, z, dtype)
-    return children, votes, of_poses, softmax_of(layer.lists, site, edge, child_type, program, z)
+def scalar_tile(value, z: tl.constexpr):
+    """Return a tile ``[samples, types]`` in which every number is the same."""
+    return tl.full([z.block_samples, z.block_types], value, z.dtype)
+
+
+@triton.jit
+def vector_tile(z: tl.constexpr):
+    """Return a tile ``[samples, types, rows, columns]`` of zeros."""
+    return tl.full([z.block_samples, z.block_types, z.block_rows, z.block_columns], 0, z.dtype)
 
 
 @triton.jit
 def load(pointer, mask, masked: tl.constexpr):
     """Load numbers; if `masked` is True, numbers outside the mask are 0."""
     return tl.load(pointer, mask, 0) if masked else tl.load(pointer)
+
+
+@triton.jit
+def store(base, at, numbers, mask):
+    """Store numbers, unless the tensor is None."""
+    if base is not None:
+        tl.store(base + at, numbers, mask)
 
 
 @triton.jit
@@ -334,12 +343,12 @@ def sum_of_numbers(x):
 
 
 @triton.jit
-def logits_of(votes, of_poses, record, parents):
-    """Return the logits ``[samples, types]``, and d = V - centre. `of_poses` comes from `pose_logits_of`."""
-    d = votes - parents.centre
-    logits = of_poses + parents.constant
+def logits_of(votes, record, parents):
+    """Return the logits ``[samples, types]``, and d = V - centre."""
+    d = votes.numbers - parents.centre
+    logits = votes.pose_logits + parents.constant
     if record.linear is not None or record.quadratic is not None:
-        factor = tl.zeros_like(votes) + parents.linear
+        factor = tl.zeros_like(d) + parents.linear
         if record.quadratic is not None:
             factor -= parents.quadratic * d
         logits += sum_of_numbers(factor * d)
@@ -347,16 +356,16 @@ def logits_of(votes, of_poses, record, parents):
 
 
 @triton.jit
-def log_couplings(votes, of_poses, record, parents, softmax, z: tl.constexpr):
+def log_couplings(votes, record, parents, softmax):
     """Return log c ``[samples, types]``, and d = V - centre.
 
     If the record has no log_sums, the couplings are uniform and d is V.
     """
     if record.log_sums is None:
-        log_c = -tl.log(tl.full([z.block_samples, z.block_types], 0, votes.dtype) + softmax.competitors)
-        d = votes
+        log_c = -tl.log(tl.zeros_like(votes.pose_logits) + softmax.competitors)
+        d = votes.numbers
     else:
-        logits, d = logits_of(votes, of_poses, record, parents)
+        logits, d = logits_of(votes, record, parents)
         top = tl.load(record.log_sums + softmax.at)
         log_sum = tl.load(record.log_sums + softmax.count + softmax.at)
         log_c = (logits - top) - log_sum
