@@ -11,8 +11,14 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is n
 
 
 def test_all_kernels_compile_for_gpus(tmp_path):
-    """Compiles to machine code without a GPU, because the compiler rejects code that the interpreter accepts."""
+    """Compiles to machine code without a GPU, because the compiler rejects code that the interpreter accepts.
+
+    The compiler must lay out all tiles with samples along a warp, so that the threads of a warp load numbers that are
+    next to each other in memory. Only the sums over samples, which are the gradients of transforms, have other layouts.
+    """
     script = """
+import re
+
 import torch
 from triton import JITFunction
 from triton.backends.compiler import GPUTarget
@@ -38,8 +44,11 @@ class Absent:
 
 def compiled(kernel, grid):
     def run(*arguments, **options):
-        assert kernel.warmup(*arguments, grid=grid, **options).asm["cubin"]
-        built.append(kernel.fn.__name__)
+        code, name = kernel.warmup(*arguments, grid=grid, **options).asm, kernel.fn.__name__
+        assert code["cubin"]
+        threads = set(re.findall(r"threadsPerWarp = \\[(\\d+)", code["ttgir"]))
+        assert threads == {"32"} or name == "_transform_grads", (name, threads)
+        built.append(name)
     return run
 
 

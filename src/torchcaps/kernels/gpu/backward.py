@@ -42,6 +42,7 @@ from torchcaps.kernels.gpu.votes import (
     softmax_of,
     store,
     sum_of_numbers,
+    sum_over_samples,
     tiny_of,
     transforms_at,
     transforms_of,
@@ -91,12 +92,12 @@ def _logit_grads(log_c, a, c_grad, record, softmax, is_vote):
     return tl.where((a == 0) | (is_vote == 0), 0.0, scaled)
 
 
-@triton.jit(do_not_specialize=["samples", "unit"])
-def _sum_over_softmax(layer, record, out, samples, unit, z: tl.constexpr):
+@triton.jit(do_not_specialize=["samples", "zero"])
+def _sum_over_softmax(layer, record, out, samples, zero, z: tl.constexpr):
     """Compute γ of each softmax."""
-    index, program = child_program(z.softmaxes, samples, unit, z)
+    index, program = child_program(z.softmaxes, samples, zero, z)
     site, begin, end = edges_of_softmax(layer.lists, index, z)
-    child_type = program.first_type
+    child_type = program.types
     children = children_of(layer, site, child_type, program, z)
     softmax = softmax_of(layer.lists, site, index, child_type, program, z)
     gamma = scalar_tile(0, z)
@@ -112,12 +113,12 @@ def _sum_over_softmax(layer, record, out, samples, unit, z: tl.constexpr):
     tl.store(out + softmax.at, gamma, program.is_vote)
 
 
-@triton.jit(do_not_specialize=["group_count", "samples", "unit"])
-def _sum_at_parents(layer, record, zeroths, firsts, seconds, group_count, samples, unit, z: tl.constexpr):
+@triton.jit(do_not_specialize=["group_count", "samples", "zero"])
+def _sum_at_parents(layer, record, zeroths, firsts, seconds, group_count, samples, zero, z: tl.constexpr):
     """Compute Σ ḡ_logit, Σ ḡ_logit d and Σ ḡ_logit d² over each group of a parent's children."""
-    parent_site, group, program = parent_program(group_count, samples, unit, z)
+    parent_site, group, program = parent_program(group_count, samples, zero, z)
     is_vote = program.is_vote
-    places = places_of(parent_site, program.first_type, z.stride, program, z)
+    places = places_of(parent_site, program.types, z.stride, program, z)
     parents = parents_of(record, places, z)
     begin, end = own_edges(layer.lists + z.parent_begin + parent_site, group, group_count)
     zeroth = scalar_tile(0, z)
@@ -133,9 +134,9 @@ def _sum_at_parents(layer, record, zeroths, firsts, seconds, group_count, sample
             logit_grad = _logit_grads(log_c, votes.a, c_grad, record, softmax, is_vote)
             zeroth += logit_grad
             if firsts is not None:
-                first += logit_grad[:, :, None, None] * d
+                first += logit_grad[:, None, None] * d
             if seconds is not None:
-                second += logit_grad[:, :, None, None] * d * d
+                second += logit_grad[:, None, None] * d * d
     scalar_size, vector_size = size_of_groups(samples, z)
     tl.store(zeroths + group * scalar_size + places.at, zeroth, is_vote)
     if firsts is not None:
@@ -153,12 +154,12 @@ def _vote_grads(passes, count: tl.constexpr, votes, softmax, places, program, z:
         parents = parents_of(record, places, z)
         log_c, d = log_couplings(votes, record, parents, softmax)
         share, c_grad, moments_grad = _coupling_grads(votes, log_c, record, parents, program.is_vote)
-        vote_grad += (votes.a / _gradient_scale(votes.a) * share)[:, :, None, None] * moments_grad
+        vote_grad += (votes.a / _gradient_scale(votes.a) * share)[:, None, None] * moments_grad
         activation_grad += c_grad
         if record.coupling_grads is not None:
             logit_grad = _logit_grads(log_c, votes.a, c_grad, record, softmax, program.is_vote)
             of_logit += logit_grad
-            logit_grad = logit_grad[:, :, None, None]
+            logit_grad = logit_grad[:, None, None]
             if record.linear is not None:
                 vote_grad += logit_grad * parents.linear
             if record.quadratic is not None:
@@ -166,14 +167,13 @@ def _vote_grads(passes, count: tl.constexpr, votes, softmax, places, program, z:
     return vote_grad, activation_grad, of_logit
 
 
-@triton.jit(do_not_specialize=["samples", "unit"])
-def _child_grads(layer, passes, count: tl.constexpr, pose_grads, activation_grads, samples, unit, z: tl.constexpr):
+@triton.jit(do_not_specialize=["samples", "zero"])
+def _child_grads(layer, passes, count: tl.constexpr, pose_grads, activation_grads, samples, zero, z: tl.constexpr):
     """Compute the gradients of each child's pose and activation."""
-    site, program = child_program(z.sites, samples, unit, z)
-    child_type = program.first_type
+    site, program = child_program(z.sites, samples, zero, z)
+    child_type = program.types
     children = children_of(layer, site, child_type, program, z)
-    zero = tl.full([z.block_samples, z.block_types, z.block_rows, 1], 0, z.dtype)
-    pose_grad = repeated(zero, z.inner)
+    pose_grad = repeated(tl.full([z.block_types * z.block_samples, z.block_rows, 1], 0, z.dtype), z.inner)
     activation_grad = scalar_tile(0, z)
     begin, end = edges_of_site(layer.lists, site, z)
     for edge in range(begin, end):
@@ -187,75 +187,75 @@ def _child_grads(layer, passes, count: tl.constexpr, pose_grads, activation_grad
             activation_grad += added
             sums = ()
             for q in tl.static_range(tl.constexpr(z.inner)):
-                added_to_pose = tl.sum(vote_grad * transforms.rows[q], axis=3)[:, :, :, None]
+                added_to_pose = tl.sum(vote_grad * transforms.rows[q], axis=2)[:, :, None]
                 if z.depth > z.inner:
-                    added_to_pose += logit_grad[:, :, None, None] * transforms.logit_weights[q]
+                    added_to_pose += logit_grad[:, None, None] * transforms.logit_weights[q]
                 sums = sums + (pose_grad[q] + added_to_pose,)
             pose_grad = sums
     child = site * z.types + child_type
     poses, is_pose = poses_at(child, samples, program, z)
     for q in tl.static_range(tl.constexpr(z.inner)):
-        tl.store(pose_grads + poses + q * samples, pose_grad[q], program.is_vote[:, :, None, None] & is_pose)
+        tl.store(pose_grads + poses + q * samples, pose_grad[q], program.is_vote[:, None, None] & is_pose)
     if activation_grads is not None:
-        at = offsets(child, 1, samples, 1, program)
+        at = offsets(child, 1, samples, program, z)
         tl.store(activation_grads + at, activation_grad / _gradient_scale(children.a), program.is_vote)
 
 
-@triton.jit(do_not_specialize=["group_count", "samples", "unit"])
-def _transform_grads(layer, passes, count: tl.constexpr, transform_grads, group_count, samples, unit, z: tl.constexpr):
+@triton.jit(do_not_specialize=["group_count", "samples", "zero"])
+def _transform_grads(layer, passes, count: tl.constexpr, transform_grads, group_count, samples, zero, z: tl.constexpr):
     """Compute each transform's gradient, summed over groups of edges and samples: ``[groups, K, C, J, depth, N]``."""
     index, group = tl.program_id(0) // group_count, tl.program_id(0) % group_count
     kernel, parent_type = index // z.type_blocks // z.parent_types, index // z.type_blocks % z.parent_types
     type_block, sample_blocks = index % z.type_blocks, tl.cdiv(samples, z.block_samples)
-    first = program_of(0, type_block, samples, unit, z)
-    child_type = first.first_type
+    first = program_of(0, type_block, samples, zero, z)
+    child_type = first.types
     transforms = transforms_of(layer, kernel, child_type, parent_type, first, z)
-    zero = tl.full([z.block_samples, z.block_types, z.block_columns], 0, z.dtype)
-    transform_grad = repeated(zero, z.inner)
-    weight_grad = repeated(tl.full([z.block_samples, z.block_types, z.block_rows, 1], 0, z.dtype), z.inner)
+    transform_grad = repeated(tl.full([z.block_types * z.block_samples, z.block_columns], 0, z.dtype), z.inner)
+    weight_grad = repeated(tl.full([z.block_types * z.block_samples, z.block_rows, 1], 0, z.dtype), z.inner)
     bias_grad = scalar_tile(0, z)
     begin, end = own_edges(layer.lists + z.kernel_begin + kernel, group, group_count)
     for place in range(begin, end):
         edge = tl.load(layer.lists + z.kernel_edge + place)
         site, parent_site, _kernel = ends_of(layer.lists, edge, z)
         for sample_block in range(sample_blocks):
-            program = program_of(sample_block, type_block, samples, unit, z)
+            program = program_of(sample_block, type_block, samples, zero, z)
             children = children_of(layer, site, child_type, program, z)
             places = places_of(parent_site, parent_type, z.stride, program, z)
             votes = votes_of(children, transforms, z)
             softmax = softmax_of(layer.lists, site, edge, child_type, program, z)
             vote_grad, _, logit_grad = _vote_grads(passes, count, votes, softmax, places, program, z)
-            vote_grad = tl.where(program.is_vote[:, :, None, None], vote_grad, 0.0)  # it may be infinite
+            vote_grad = tl.where(program.is_vote[:, None, None], vote_grad, 0.0)  # it may be infinite
             sums = ()
             for q in tl.static_range(tl.constexpr(z.inner)):
-                sums = sums + (transform_grad[q] + tl.sum(vote_grad * children.columns[q], axis=2),)
+                sums = sums + (transform_grad[q] + tl.sum(vote_grad * children.columns[q], axis=1),)
             transform_grad = sums
             if z.depth > z.inner:
                 bias_grad += logit_grad
                 sums = ()
                 for q in tl.static_range(tl.constexpr(z.inner)):
-                    sums = sums + (weight_grad[q] + logit_grad[:, :, None, None] * children.columns[q],)
+                    sums = sums + (weight_grad[q] + logit_grad[:, None, None] * children.columns[q],)
                 weight_grad = sums
-    column = tl.arange(0, z.block_columns)[None, :]
-    in_transform = first.is_type[:, None] & (column < z.columns)
-    at = transforms_at(group * z.transforms + kernel, child_type, parent_type, first, z)
+    types, column = type_block * z.block_types + tl.arange(0, z.block_types), tl.arange(0, z.block_columns)[None, :]
+    is_type = (types < z.types)[:, None]
+    at = transforms_at(group * z.transforms + kernel, types, parent_type, z)
     to = transform_grads + (at[:, None] + column)
     for q in tl.static_range(tl.constexpr(z.inner)):
-        tl.store(to + q * z.columns, tl.sum(transform_grad[q], axis=0), in_transform)
+        found = sum_over_samples(transform_grad[q], z.block_columns, z)
+        tl.store(to + q * z.columns, found, is_type & (column < z.columns))
     if z.depth > z.inner:
         weights_at, is_row = logit_weights_at(at, z)
-        is_weight = first.is_type[None, :, None, None] & is_row
         for q in tl.static_range(tl.constexpr(z.inner)):
-            tl.store(transform_grads + weights_at + q, tl.sum(weight_grad[q], axis=0)[None, :, :, :], is_weight)
-        tl.store(transform_grads + logit_bias_at(at, z), tl.sum(bias_grad, axis=0), first.is_type)
+            found = sum_over_samples(weight_grad[q], z.block_rows, z)[:, :, None]
+            tl.store(transform_grads + weights_at + q, found, is_type[:, :, None] & is_row)
+        tl.store(transform_grads + logit_bias_at(at, z)[:, None], sum_over_samples(bias_grad, 1, z), is_type)
 
 
-@triton.jit(do_not_specialize=["group_count", "samples", "unit"])
-def _agreement_grads(record, sums, grads, group_count, samples, unit, z: tl.constexpr):
+@triton.jit(do_not_specialize=["group_count", "samples", "zero"])
+def _agreement_grads(record, sums, grads, group_count, samples, zero, z: tl.constexpr):
     """Add the sums of all groups from `_sum_at_parents`, and compute the gradients of the agreement."""
     zeroths, firsts, seconds = sums
     constant_grad, linear_grad, quadratic_grad, centre_grad = grads
-    program, places, out = combining_program(samples, unit, z)
+    program, places, out = combining_program(samples, zero, z)
     zeroth = scalar_tile(0, z)
     first = vector_tile(z)
     second = vector_tile(z)
@@ -270,7 +270,7 @@ def _agreement_grads(record, sums, grads, group_count, samples, unit, z: tl.cons
     store(constant_grad, places.at, zeroth, program.is_vote)
     store(linear_grad, out.numbers, first, out.is_own)
     if centre_grad is not None:
-        grad = 2 * agreement.quadratic * first - agreement.linear * zeroth[:, :, None, None]
+        grad = 2 * agreement.quadratic * first - agreement.linear * zeroth[:, None, None]
         store(centre_grad, out.numbers, grad, out.is_own)
     if quadratic_grad is not None:
         grad = -second
@@ -282,10 +282,10 @@ def _agreement_grads(record, sums, grads, group_count, samples, unit, z: tl.cons
         store(quadratic_grad, out.numbers, grad, out.is_own)
 
 
-@triton.jit(do_not_specialize=["group_count", "samples", "unit"])
-def _complete(record, quadratic, variance, variance_grad, group_count, samples, unit, z: tl.constexpr):
+@triton.jit(do_not_specialize=["group_count", "samples", "zero"])
+def _complete(record, quadratic, variance, variance_grad, group_count, samples, zero, z: tl.constexpr):
     """Compute three entries of a record; see `completed`."""
-    program, places, _ = combining_program(samples, unit, z)
+    program, places, _ = combining_program(samples, zero, z)
     if quadratic is not None:
         given, inverse_temperature = vectors(record.quadratic, places, z), tl.load(record.numbers + 2)
         used = tl.where(places.is_number, inverse_temperature, 0.0) != 0
@@ -297,7 +297,7 @@ def _complete(record, quadratic, variance, variance_grad, group_count, samples, 
         if record.log_volume_grad is not None:
             square = found_variance + tl.load(record.numbers)
             constant = square < tiny_of(square.dtype)
-            share = scalars(record.log_volume_grad, places)[:, :, None, None] / tl.where(constant, 1.0, 2 * square)
+            share = scalars(record.log_volume_grad, places)[:, None, None] / tl.where(constant, 1.0, 2 * square)
             grad += tl.where(constant, 0.0, share)
         grad = tl.where(places.is_number, grad, 0.0)
         store(variance_grad, places.numbers, grad, places.is_own)

@@ -35,12 +35,12 @@ from torchcaps.kernels.record import Record
 __all__ = ["couplings", "moments", "moments_backward", "votes_backward"]
 
 
-@triton.jit(do_not_specialize=["samples", "unit"])
-def _logsumexp(layer, agreement, log_sums, samples, unit, z: tl.constexpr):
+@triton.jit(do_not_specialize=["samples", "zero"])
+def _logsumexp(layer, agreement, log_sums, samples, zero, z: tl.constexpr):
     """Compute the largest logit of each softmax, and log Σ e^(logit - largest)."""
-    softmax, program = child_program(z.softmaxes, samples, unit, z)
+    softmax, program = child_program(z.softmaxes, samples, zero, z)
     site, begin, end = edges_of_softmax(layer.lists, softmax, z)
-    child_type = program.first_type
+    child_type = program.types
     children = children_of(layer, site, child_type, program, z)
     top = scalar_tile(0.0 if z.none_of_the_above else -float("inf"), z)
     total = scalar_tile(1.0 if z.none_of_the_above else 0.0, z)
@@ -60,14 +60,14 @@ def _logsumexp(layer, agreement, log_sums, samples, unit, z: tl.constexpr):
     tl.store(log_sums + to.count + to.at, tl.log(tl.where(empty, 1.0, total)), program.is_vote)
 
 
-@triton.jit(do_not_specialize=["group_count", "samples", "unit"])
-def _m_step(layer, agreement, tops, masses, means, variances, group_count, samples, unit, z: tl.constexpr):
+@triton.jit(do_not_specialize=["group_count", "samples", "zero"])
+def _m_step(layer, agreement, tops, masses, means, variances, group_count, samples, zero, z: tl.constexpr):
     """Compute, for each group of children: the largest log c, Σ a c / (largest c), and mean and variance of the votes.
 
     Here, the largest c is that of the vote with the largest weight a c. Updating a running mean avoids cancellation.
     """
-    parent_site, group, program = parent_program(group_count, samples, unit, z)
-    places = places_of(parent_site, program.first_type, z.stride, program, z)
+    parent_site, group, program = parent_program(group_count, samples, zero, z)
+    places = places_of(parent_site, program.types, z.stride, program, z)
     parents = parents_of(agreement, places, z)
     begin, end = own_edges(layer.lists + z.parent_begin + parent_site, group, group_count)
     top = scalar_tile(-float("inf"), z)
@@ -92,10 +92,10 @@ def _m_step(layer, agreement, tops, masses, means, variances, group_count, sampl
             top, top_a = tl.where(larger, log_c, top), tl.where(larger, log_a, top_a)
             portion = tl.where(w == 0, 0.0, w / tl.where(w == 0, 1.0, mass))
             delta = votes.numbers - mean
-            mean += portion[:, :, None, None] * delta
+            mean += portion[:, None, None] * delta
             if variances is not None:
                 rest = 1 - portion
-                variance = rest[:, :, None, None] * variance + (rest * portion)[:, :, None, None] * delta * delta
+                variance = rest[:, None, None] * variance + (rest * portion)[:, None, None] * delta * delta
     scalar_size, vector_size = size_of_groups(samples, z)
     tl.store(tops + group * scalar_size + places.at, top, program.is_vote)
     tl.store(masses + group * scalar_size + places.at, mass * tl.exp(top_a), program.is_vote)
@@ -104,12 +104,12 @@ def _m_step(layer, agreement, tops, masses, means, variances, group_count, sampl
         tl.store(variances + group * vector_size + places.numbers, variance, places.is_own)
 
 
-@triton.jit(do_not_specialize=["group_count", "samples", "unit"])
-def _over_groups(groups, found, numbers, group_count, samples, unit, z: tl.constexpr):
+@triton.jit(do_not_specialize=["group_count", "samples", "zero"])
+def _over_groups(groups, found, numbers, group_count, samples, zero, z: tl.constexpr):
     """Combine the results of `_m_step` for all groups into mass, mean, variance, largest, log_mass and Σ log σ."""
     tops, masses, means, variances = groups
     mass_out, mean_out, variance_out, largest_out, log_mass_out, volume_out = found
-    program, places, out = combining_program(samples, unit, z)
+    program, places, out = combining_program(samples, zero, z)
     scalar_size, vector_size = size_of_groups(samples, z)
     lowest = -3.4028234663852886e38 if z.dtype == tl.float32 else -1.7976931348623157e308  # -∞ - -∞ is NaN
     top = scalar_tile(lowest, z)
@@ -123,9 +123,9 @@ def _over_groups(groups, found, numbers, group_count, samples, unit, z: tl.const
         weight = tl.load(masses + group * scalar_size + places.at) * scale
         before = mass
         mass += weight
-        portion = tl.where(weight == 0, 0.0, weight / tl.where(weight == 0, 1.0, mass))[:, :, None, None]
+        portion = tl.where(weight == 0, 0.0, weight / tl.where(weight == 0, 1.0, mass))[:, None, None]
         # A GPU rounds weight / mass: 1 - portion might not be 0 for the first group.
-        rest = tl.where(mass == 0, 0.0, before / tl.where(mass == 0, 1.0, mass))[:, :, None, None]
+        rest = tl.where(mass == 0, 0.0, before / tl.where(mass == 0, 1.0, mass))[:, None, None]
         delta = vectors(means + group * vector_size, places, z) - mean
         mean += portion * delta
         if variances is not None:
@@ -144,20 +144,20 @@ def _over_groups(groups, found, numbers, group_count, samples, unit, z: tl.const
         store(volume_out, places.at, sum_of_numbers(log_deviation), program.is_vote)
 
 
-@triton.jit(do_not_specialize=["samples", "unit"])
-def _write_couplings(layer, agreement, out, samples, unit, z: tl.constexpr):
+@triton.jit(do_not_specialize=["samples", "zero"])
+def _write_couplings(layer, agreement, out, samples, zero, z: tl.constexpr):
     """Compute the couplings ``[B, J, E, C]``."""
-    edge, program = child_program(z.edges, samples, unit, z)
+    edge, program = child_program(z.edges, samples, zero, z)
     site, parent_site, kernel = ends_of(layer.lists, edge, z)
-    child_type = program.first_type
+    child_type = program.types
     children = children_of(layer, site, child_type, program, z)
     softmax = softmax_of(layer.lists, site, edge, child_type, program, z)
     for parent_type in range(z.parent_types):
         places = places_of(parent_site, parent_type, z.stride, program, z)
         votes = votes_of(children, transforms_of(layer, kernel, child_type, parent_type, program, z), z)
         log_c, _ = log_couplings(votes, agreement, parents_of(agreement, places, z), softmax)
-        to = (program.sample.to(tl.int64) * z.parent_types + parent_type)[:, None] * z.edges + edge
-        tl.store(out + to * z.types + (child_type + program.lane)[None, :], tl.exp(log_c), program.is_vote)
+        to = (program.sample * z.parent_types + parent_type) * z.edges + edge
+        tl.store(out + to * z.types + child_type, tl.exp(log_c), program.is_vote)
 
 
 def moments(

@@ -217,4 +217,4 @@ class Problem:
         if z.block_rows * z.block_columns * self.dtype.itemsize > 64:
             registers = MOST_REGISTERS
         if programs:
-            kernel[(programs,)](*arguments, self.samples, 1, z, num_warps=z.block_types, maxnreg=registers)
+            kernel[(programs,)](*arguments, self.samples, 0, z, num_warps=z.block_types, maxnreg=registers)

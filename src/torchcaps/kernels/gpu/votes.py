@@ -11,47 +11,44 @@ from torchcaps.kernels.record import Record
 class Program(NamedTuple):
     """What a program handles: a block of samples, and a block of child types or of parent types.
 
-    If a block extends beyond the last sample or type, the last one takes the place of the missing ones, so loads need
-    no mask. The compiler does not know that `unit` is 1. So it cannot see which numbers are contiguous in memory, and
-    does not distribute the numbers of a vote over several threads to load them with fewer instructions.
+    A lane is one sample of one type; it becomes one thread. If a block extends beyond the last sample or type, the last
+    one takes the place of the missing ones, so loads need no mask.
     """
 
-    sample: Any  # offset of each sample, ``[samples]``
-    first_type: Any  # index of the first type
-    lane: Any  # distance of each type from the first type, ``[types]``
-    is_type: Any  # mask of types, ``[types]``
-    is_vote: Any  # mask of samples and types, ``[samples, types]``
+    sample: Any  # offset of the sample of each lane, ``[lanes]``
+    types: Any  # type of each lane, ``[lanes]``
+    is_vote: Any  # mask of lanes
     samples: Any  # number of samples in the batch
-    unit: Any  # 1
+    zero: Any  # 0 for each lane, but the compiler does not know this; see `offsets`
 
 
 class Children(NamedTuple):
     """The children of a tile."""
 
-    a: Any  # activation of each child, ``[samples, types]``
-    columns: Any  # columns of their poses, a tuple of tensors ``[samples, types, rows, 1]``
+    a: Any  # activation of each child, ``[lanes]``
+    columns: Any  # columns of their poses, a tuple of tensors ``[lanes, rows, 1]``
 
 
 class Transforms(NamedTuple):
     """The transforms from the children of a tile to its parents. Without weights, no logit depends on a pose."""
 
-    rows: Any  # a tuple of tensors ``[samples, types, 1, columns]``
-    logit_weights: Any  # a tuple with a tensor ``[1, types, rows, 1]`` for each column of a pose
-    logit_bias: Any  # ``[1, types]``
+    rows: Any  # a tuple of tensors ``[lanes, 1, columns]``
+    logit_weights: Any  # a tuple with a tensor ``[lanes, rows, 1]`` for each column of a pose
+    logit_bias: Any  # ``[lanes]``
 
 
 class Votes(NamedTuple):
     """The votes of a tile's children for its parents."""
 
-    numbers: Any  # ``[samples, types, rows, columns]``; masked numbers are 0
-    pose_logits: Any  # the part of the logits that depends on the poses only, ``[samples, types]``
-    a: Any  # activation of each child, ``[samples, types]``
+    numbers: Any  # ``[lanes, rows, columns]``; masked numbers are 0
+    pose_logits: Any  # the part of the logits that depends on the poses only, ``[lanes]``
+    a: Any  # activation of each child, ``[lanes]``
 
 
 class Softmax(NamedTuple):
     """The softmax over the parents of each child of a tile."""
 
-    at: Any  # offset of each softmax in ``[G, C, B]``, ``[samples, types]``
+    at: Any  # offset of each softmax in ``[G, C, B]``, ``[lanes]``
     count: Any  # number of softmaxes, ``G · C · B``
     competitors: Any  # number of logits in the softmax
 
@@ -59,48 +56,48 @@ class Softmax(NamedTuple):
 class Places(NamedTuple):
     """Where the parents of a tile are in memory."""
 
-    at: Any  # offset of each parent in ``[P, J, B]``, ``[samples, types]``
-    numbers: Any  # offset of each number of a pose in ``[P, J, R, N, stride]``, ``[samples, types, rows, columns]``
-    is_number: Any  # mask of the rows and columns of a pose, ``[1, 1, rows, columns]``
+    at: Any  # offset of each parent in ``[P, J, B]``, ``[lanes]``
+    numbers: Any  # offset of each number of a pose in ``[P, J, R, N, stride]``, ``[lanes, rows, columns]``
+    is_number: Any  # mask of the rows and columns of a pose, ``[1, rows, columns]``
     is_own: Any  # mask of the numbers that the program has to store
 
 
 @triton.jit
-def program_of(sample_block, type_block, samples, unit, z: tl.constexpr):
+def program_of(sample_block, type_block, samples, zero, z: tl.constexpr):
     """Return the program with the given blocks of samples and types."""
-    sample = tl.cast(sample_block, tl.int64) * z.block_samples + tl.arange(0, z.block_samples)
-    first_type, lane = type_block * z.block_types, tl.arange(0, z.block_types)
-    is_type = first_type + lane < z.own_types
-    is_vote = (sample < samples)[:, None] & is_type[None, :]
-    sample, lane = tl.minimum(sample, samples - 1), tl.minimum(lane, z.own_types - 1 - first_type)
-    return Program(sample * unit, first_type, lane, is_type, is_vote, samples, unit)
+    lane = tl.arange(0, z.block_types * z.block_samples)
+    sample = tl.cast(sample_block, tl.int64) * z.block_samples + lane % z.block_samples
+    types = type_block * z.block_types + lane // z.block_samples
+    is_vote = (sample < samples) & (types < z.own_types)
+    sample, types, zero = tl.minimum(sample, samples - 1), tl.minimum(types, z.own_types - 1), lane * zero
+    return Program(sample + zero, types, is_vote, samples, zero)
 
 
 @triton.jit
-def child_program(count: tl.constexpr, samples, unit, z: tl.constexpr):
+def child_program(count: tl.constexpr, samples, zero, z: tl.constexpr):
     """Return what a child-side program handles: one of `count` sites, softmaxes or edges, and its `Program`."""
     index, sample_block = tl.program_id(0) % (count * z.type_blocks), tl.program_id(0) // (count * z.type_blocks)
-    return index // z.type_blocks, program_of(sample_block, index % z.type_blocks, samples, unit, z)
+    return index // z.type_blocks, program_of(sample_block, index % z.type_blocks, samples, zero, z)
 
 
 @triton.jit
-def parent_program(group_count, samples, unit, z: tl.constexpr):
+def parent_program(group_count, samples, zero, z: tl.constexpr):
     """Return what a parent-side program handles: a site, a group of its children, and its `Program`."""
     count: tl.constexpr = z.parent_sites * z.type_blocks
     index, rest = tl.program_id(0) % count, tl.program_id(0) // count
-    program = program_of(rest // group_count, index % z.type_blocks, samples, unit, z)
+    program = program_of(rest // group_count, index % z.type_blocks, samples, zero, z)
     return index // z.type_blocks, rest % group_count, program
 
 
 @triton.jit
-def combining_program(samples, unit, z: tl.constexpr):
+def combining_program(samples, zero, z: tl.constexpr):
     """Return a parent-side `Program` for all groups of children, and the `Places` of its parents.
 
     The second `Places` are those in the outputs of the operators, which have no room for `stride` samples.
     """
-    site, _, program = parent_program(1, samples, unit, z)
-    places = places_of(site, program.first_type, z.stride, program, z)
-    return program, places, places_of(site, program.first_type, samples, program, z)
+    site, _, program = parent_program(1, samples, zero, z)
+    places = places_of(site, program.types, z.stride, program, z)
+    return program, places, places_of(site, program.types, samples, program, z)
 
 
 @triton.jit
@@ -135,14 +132,22 @@ def edges_of_softmax(lists, softmax, z: tl.constexpr):
 
 
 @triton.jit
-def offsets(index, size, stride, own: tl.constexpr, program):
-    """Return the offset of ``index · size · stride`` numbers, ``[samples, types]``.
+def offsets(index, size, stride, program, z: tl.constexpr):
+    """Return the offset of each lane's sample after ``index · size · stride`` numbers; the index may be ``[lanes]``.
 
-    If `own` is 1, the index is that of the program's first type, and the others follow it. If it is 0, all types have
-    the same index.
+    The compiler is told that samples are contiguous in memory. So it lays out tiles with samples along a warp and with
+    whole votes in a thread. Because of `zero` it knows no alignment, and never loads several samples into one thread.
     """
-    of_types = index.to(tl.int64) + program.lane * own
-    return program.sample[:, None] + (of_types * size * stride)[None, :]
+    return tl.max_contiguous(program.sample + index.to(tl.int64) * size * stride, tl.constexpr(z.block_samples))
+
+
+@triton.jit
+def laid_out_like_votes(at, program, z: tl.constexpr):
+    """Return offsets ``[lanes, …, …]`` of numbers that all samples share, so that each thread has its own numbers.
+
+    The compiler is told the same as in `offsets`, although the offsets of all samples are equal.
+    """
+    return tl.max_contiguous(at + program.zero[:, None, None], (tl.constexpr(z.block_samples), 1, 1))
 
 
 @triton.jit
@@ -153,21 +158,21 @@ def softmax_of(lists, site, edge, child_type, program, z: tl.constexpr):
     else:
         begin, end = edges_of_site(lists, site, z)
         index, competitors = site, (end - begin) * z.parent_types + z.none_of_the_above
-    at = offsets(index * z.types + child_type, 1, program.samples, z.of_children, program)
+    at = offsets(index * z.types + child_type, 1, program.samples, program, z)
     return Softmax(at, program.samples.to(tl.int64) * (z.softmaxes * z.types), competitors)
 
 
 @triton.jit
 def places_of(site, parent_type, stride, program, z: tl.constexpr):
     """Return the `Places` of parents, if `stride` is the distance between two numbers of a pose."""
-    row, column = tl.arange(0, z.block_rows)[None, None, :, None], tl.arange(0, z.block_columns)[None, None, None, :]
+    row, column = tl.arange(0, z.block_rows)[None, :, None], tl.arange(0, z.block_columns)[None, None, :]
     parent, is_number = site * z.parent_types + parent_type, (row < z.rows) & (column < z.columns)
-    first = offsets(parent, z.rows * z.columns, stride, 1 - z.of_children, program)
+    first = offsets(parent, z.rows * z.columns, stride, program, z)
     return Places(
-        offsets(parent, 1, program.samples, 1 - z.of_children, program),
-        first[:, :, None, None] + (row * z.columns + column).to(tl.int64) * stride,
+        offsets(parent, 1, program.samples, program, z),
+        first[:, None, None] + (row * z.columns + column).to(tl.int64) * stride,
         is_number,
-        program.is_vote[:, :, None, None] & is_number,
+        program.is_vote[:, None, None] & is_number,
     )
 
 
@@ -181,9 +186,9 @@ def size_of_groups(samples, z: tl.constexpr):
 @triton.jit
 def poses_at(child, stride, program, z: tl.constexpr):
     """Return the offset of each row of the children's poses in ``[S, C, R, Q, stride]``, and the mask of rows."""
-    row = tl.arange(0, z.block_rows)[None, None, :, None]
-    first = offsets(child, z.rows * z.inner, stride, z.of_children, program)
-    return first[:, :, None, None] + row.to(tl.int64) * (z.inner * stride), row < z.rows
+    row = tl.arange(0, z.block_rows)[None, :, None]
+    first = offsets(child, z.rows * z.inner, stride, program, z)
+    return first[:, None, None] + row.to(tl.int64) * (z.inner * stride), row < z.rows
 
 
 @triton.jit
@@ -198,22 +203,22 @@ def children_of(layer, site, child_type, program, z: tl.constexpr):
     if layer.activation is None:
         a = scalar_tile(1, z)
     else:
-        a = tl.load(layer.activation + offsets(child, 1, program.samples, z.of_children, program)).to(z.dtype)
+        a = tl.load(layer.activation + offsets(child, 1, program.samples, program, z)).to(z.dtype)
     return Children(a, columns)
 
 
 @triton.jit
-def transforms_at(kernel, child_type, parent_type, program, z: tl.constexpr):
-    """Return the offset of transforms in ``[K, C, J, depth, N]``, ``[types]``."""
-    start = (kernel.to(tl.int64) * z.types + child_type) * z.parent_types + parent_type
-    return (start + program.lane * (z.parent_types if z.of_children else 1)) * (z.depth * z.columns)
+def transforms_at(kernel, child_type, parent_type, z: tl.constexpr):
+    """Return the offset of transforms in ``[K, C, J, depth, N]``."""
+    index = (kernel.to(tl.int64) * z.types + child_type) * z.parent_types + parent_type
+    return index * (z.depth * z.columns)
 
 
 @triton.jit
 def logit_weights_at(transforms, z: tl.constexpr):
     """Return the offset of the weights of logits for the first number of each row of a pose, and the mask of rows."""
-    row = tl.arange(0, z.block_rows)[None, None, :, None]
-    return (transforms + z.inner * z.columns)[None, :, None, None] + row * z.inner, row < z.rows
+    row = tl.arange(0, z.block_rows)[None, :, None]
+    return (transforms + z.inner * z.columns)[:, None, None] + row * z.inner, row < z.rows
 
 
 @triton.jit
@@ -224,25 +229,21 @@ def logit_bias_at(transforms, z: tl.constexpr):
 
 @triton.jit
 def transforms_of(layer, kernel, child_type, parent_type, program, z: tl.constexpr):
-    """Load `Transforms`.
-
-    The same number of a row is loaded for all samples, so that the rows are laid out in registers like the votes.
-    """
-    transforms = transforms_at(kernel, child_type, parent_type, program, z)
-    first, column = transforms[None, :, None, None], tl.arange(0, z.block_columns)[None, None, None, :]
-    shape: tl.constexpr = (z.block_samples, z.block_types, 1, z.block_columns)
-    at = tl.broadcast_to(first + (column if z.block_columns <= 4 else column * program.unit), shape)
-    is_number = tl.broadcast_to(column < z.columns, shape)
+    """Load `Transforms`. A row of 1, 2 or 4 numbers is loaded with one instruction."""
+    transforms, column = transforms_at(kernel, child_type, parent_type, z), tl.arange(0, z.block_columns)[None, None, :]
+    at = transforms[:, None, None] + column
+    at = at if 4 % z.columns == 0 else laid_out_like_votes(at, program, z)
     rows = ()
     for q in tl.static_range(tl.constexpr(z.inner)):
-        row = load(layer.transform + at + q * z.columns, is_number, z.block_columns != z.columns)
+        row = load(layer.transform + at + q * z.columns, column < z.columns, z.block_columns != z.columns)
         rows = rows + (row.to(z.dtype),)
     weights, bias = (), 0.0
     if z.depth > z.inner:
-        at, is_row = logit_weights_at(transforms, z)
+        weights_at, is_row = logit_weights_at(transforms, z)
+        at = laid_out_like_votes(weights_at, program, z)
         for q in tl.static_range(tl.constexpr(z.inner)):
             weights = weights + (tl.load(layer.transform + at + q, is_row, 0).to(z.dtype),)
-        bias = tl.load(layer.transform + logit_bias_at(transforms, z)).to(z.dtype)[None, :]
+        bias = tl.load(layer.transform + logit_bias_at(transforms, z)).to(z.dtype)
     return Transforms(rows, weights, bias)
 
 
@@ -263,20 +264,20 @@ def votes_of(children, transforms, z: tl.constexpr):
 def votes_along(layer, edge, site, kernel, child_type, program, z: tl.constexpr):
     """Return the `Votes` of a child type for the program's own parents along an edge, and their `Softmax`."""
     children = children_of(layer, site, child_type, program, z)
-    transforms = transforms_of(layer, kernel, child_type, program.first_type, program, z)
+    transforms = transforms_of(layer, kernel, child_type, program.types, program, z)
     return votes_of(children, transforms, z), softmax_of(layer.lists, site, edge, child_type, program, z)
 
 
 @triton.jit
 def scalar_tile(value, z: tl.constexpr):
-    """Return a tile ``[samples, types]`` in which every number is the same."""
-    return tl.full([z.block_samples, z.block_types], value, z.dtype)
+    """Return a tile ``[lanes]`` in which every number is the same."""
+    return tl.full([z.block_types * z.block_samples], value, z.dtype)
 
 
 @triton.jit
 def vector_tile(z: tl.constexpr):
-    """Return a tile ``[samples, types, rows, columns]`` of zeros."""
-    return tl.full([z.block_samples, z.block_types, z.block_rows, z.block_columns], 0, z.dtype)
+    """Return a tile ``[lanes, rows, columns]`` of zeros."""
+    return tl.full([z.block_types * z.block_samples, z.block_rows, z.block_columns], 0, z.dtype)
 
 
 @triton.jit
@@ -337,14 +338,20 @@ def repeated(x, count: tl.constexpr):
 
 
 @triton.jit
+def sum_over_samples(x, size: tl.constexpr, z: tl.constexpr):
+    """Sum `size` numbers per lane over the samples: ``[types, size]``."""
+    return tl.sum(tl.reshape(x, (z.block_types, z.block_samples, size)), axis=1)
+
+
+@triton.jit
 def sum_of_numbers(x):
     """Sum over the rows and columns of a tile."""
-    return tl.sum(tl.sum(x, axis=3), axis=2)
+    return tl.sum(tl.sum(x, axis=2), axis=1)
 
 
 @triton.jit
 def logits_of(votes, record, parents):
-    """Return the logits ``[samples, types]``, and d = V - centre."""
+    """Return the logits ``[lanes]``, and d = V - centre."""
     d = votes.numbers - parents.centre
     logits = votes.pose_logits + parents.constant
     if record.linear is not None or record.quadratic is not None:
@@ -357,7 +364,7 @@ def logits_of(votes, record, parents):
 
 @triton.jit
 def log_couplings(votes, record, parents, softmax):
-    """Return log c ``[samples, types]``, and d = V - centre.
+    """Return log c ``[lanes]``, and d = V - centre.
 
     If the record has no log_sums, the couplings are uniform and d is V.
     """
