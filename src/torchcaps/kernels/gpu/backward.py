@@ -23,7 +23,6 @@ from torchcaps.kernels.gpu.votes import (
     children_of,
     combining_program,
     edges_of_site,
-    edges_of_softmax,
     ends_of,
     log_couplings,
     logit_bias_at,
@@ -32,14 +31,15 @@ from torchcaps.kernels.gpu.votes import (
     own_edges,
     parent_program,
     parents_of,
+    places_in_group,
     places_of,
     poses_at,
     program_of,
     repeated,
     scalar_tile,
     scalars,
-    size_of_groups,
     softmax_of,
+    softmax_program,
     store,
     sum_of_numbers,
     sum_over_samples,
@@ -95,13 +95,11 @@ def _logit_grads(log_c, a, c_grad, record, softmax, is_vote):
 @triton.jit(do_not_specialize=["samples", "zero"])
 def _sum_over_softmax(layer, record, out, samples, zero, z: tl.constexpr):
     """Compute γ of each softmax."""
-    index, program = child_program(z.softmaxes, samples, zero, z)
-    site, begin, end = edges_of_softmax(layer.lists, index, z)
+    site, softmax, program = softmax_program(layer.lists, samples, zero, z)
     child_type = program.types
     children = children_of(layer, site, child_type, program, z)
-    softmax = softmax_of(layer.lists, site, index, child_type, program, z)
     gamma = scalar_tile(0, z)
-    for edge in range(begin, end):
+    for edge in range(softmax.begin, softmax.end):
         _site, parent_site, kernel = ends_of(layer.lists, edge, z)
         for parent_type in tl.range(0, z.parent_types, loop_unroll_factor=2):
             places = places_of(parent_site, parent_type, z.stride, program, z)
@@ -137,12 +135,10 @@ def _sum_at_parents(layer, record, zeroths, firsts, seconds, group_count, sample
                 first += logit_grad[:, None, None] * d
             if seconds is not None:
                 second += logit_grad[:, None, None] * d * d
-    scalar_size, vector_size = size_of_groups(samples, z)
-    tl.store(zeroths + group * scalar_size + places.at, zeroth, is_vote)
-    if firsts is not None:
-        tl.store(firsts + group * vector_size + places.numbers, first, places.is_own)
-    if seconds is not None:
-        tl.store(seconds + group * vector_size + places.numbers, second, places.is_own)
+    to = places_in_group(group, parent_site, program, z)
+    store(zeroths, to.at, zeroth, is_vote)
+    store(firsts, to.numbers, first, to.is_own)
+    store(seconds, to.numbers, second, to.is_own)
 
 
 @triton.jit
@@ -173,7 +169,7 @@ def _child_grads(layer, passes, count: tl.constexpr, pose_grads, activation_grad
     site, program = child_program(z.sites, samples, zero, z)
     child_type = program.types
     children = children_of(layer, site, child_type, program, z)
-    pose_grad = repeated(tl.full([z.block_types * z.block_samples, z.block_rows, 1], 0, z.dtype), z.inner)
+    pose_grad = repeated(tl.full([z.lanes, z.block_rows, 1], 0, z.dtype), z.inner)
     activation_grad = scalar_tile(0, z)
     begin, end = edges_of_site(layer.lists, site, z)
     for edge in range(begin, end):
@@ -210,8 +206,8 @@ def _transform_grads(layer, passes, count: tl.constexpr, transform_grads, group_
     first = program_of(0, type_block, samples, zero, z)
     child_type = first.types
     transforms = transforms_of(layer, kernel, child_type, parent_type, first, z)
-    transform_grad = repeated(tl.full([z.block_types * z.block_samples, z.block_columns], 0, z.dtype), z.inner)
-    weight_grad = repeated(tl.full([z.block_types * z.block_samples, z.block_rows, 1], 0, z.dtype), z.inner)
+    transform_grad = repeated(tl.full([z.lanes, z.block_columns], 0, z.dtype), z.inner)
+    weight_grad = repeated(tl.full([z.lanes, z.block_rows, 1], 0, z.dtype), z.inner)
     bias_grad = scalar_tile(0, z)
     begin, end = own_edges(layer.lists + z.kernel_begin + kernel, group, group_count)
     for place in range(begin, end):
@@ -255,17 +251,17 @@ def _agreement_grads(record, sums, grads, group_count, samples, zero, z: tl.cons
     """Add the sums of all groups from `_sum_at_parents`, and compute the gradients of the agreement."""
     zeroths, firsts, seconds = sums
     constant_grad, linear_grad, quadratic_grad, centre_grad = grads
-    program, places, out = combining_program(samples, zero, z)
+    parent_site, program, places, out = combining_program(samples, zero, z)
     zeroth = scalar_tile(0, z)
     first = vector_tile(z)
     second = vector_tile(z)
-    scalar_size, vector_size = size_of_groups(samples, z)
     for group in range(group_count):
-        zeroth += tl.load(zeroths + group * scalar_size + places.at)
+        own = places_in_group(group, parent_site, program, z)
+        zeroth += scalars(zeroths, own)
         if firsts is not None:
-            first += vectors(firsts + group * vector_size, places, z)
+            first += vectors(firsts, own, z)
         if seconds is not None:
-            second += vectors(seconds + group * vector_size, places, z)
+            second += vectors(seconds, own, z)
     agreement = parents_of(record, places, z)
     store(constant_grad, places.at, zeroth, program.is_vote)
     store(linear_grad, out.numbers, first, out.is_own)
@@ -285,7 +281,7 @@ def _agreement_grads(record, sums, grads, group_count, samples, zero, z: tl.cons
 @triton.jit(do_not_specialize=["group_count", "samples", "zero"])
 def _complete(record, quadratic, variance, variance_grad, group_count, samples, zero, z: tl.constexpr):
     """Compute three entries of a record; see `completed`."""
-    program, places, _ = combining_program(samples, zero, z)
+    _, program, places, _ = combining_program(samples, zero, z)
     if quadratic is not None:
         given, inverse_temperature = vectors(record.quadratic, places, z), tl.load(record.numbers + 2)
         used = tl.where(places.is_number, inverse_temperature, 0.0) != 0

@@ -9,17 +9,18 @@ from torchcaps.kernels.gpu.votes import (
     child_program,
     children_of,
     combining_program,
-    edges_of_softmax,
     ends_of,
     log_couplings,
     logits_of,
     own_edges,
     parent_program,
     parents_of,
+    places_in_group,
     places_of,
     scalar_tile,
-    size_of_groups,
+    scalars,
     softmax_of,
+    softmax_program,
     store,
     sum_of_numbers,
     tiny_of,
@@ -38,13 +39,12 @@ __all__ = ["couplings", "moments", "moments_backward", "votes_backward"]
 @triton.jit(do_not_specialize=["samples", "zero"])
 def _logsumexp(layer, agreement, log_sums, samples, zero, z: tl.constexpr):
     """Compute the largest logit of each softmax, and log Σ e^(logit - largest)."""
-    softmax, program = child_program(z.softmaxes, samples, zero, z)
-    site, begin, end = edges_of_softmax(layer.lists, softmax, z)
+    site, softmax, program = softmax_program(layer.lists, samples, zero, z)
     child_type = program.types
     children = children_of(layer, site, child_type, program, z)
     top = scalar_tile(0.0 if z.none_of_the_above else -float("inf"), z)
     total = scalar_tile(1.0 if z.none_of_the_above else 0.0, z)
-    for edge in range(begin, end):
+    for edge in range(softmax.begin, softmax.end):
         _site, parent_site, kernel = ends_of(layer.lists, edge, z)
         for parent_type in tl.range(0, z.parent_types, loop_unroll_factor=2):
             places = places_of(parent_site, parent_type, z.stride, program, z)
@@ -54,10 +54,9 @@ def _logsumexp(layer, agreement, log_sums, samples, zero, z: tl.constexpr):
             base = tl.where(higher == -float("inf"), 0.0, higher)
             total = total * tl.exp(top - base) + tl.exp(logits - base)
             top = higher
-    empty = (begin == end) & (total == 0)
-    to = softmax_of(layer.lists, site, softmax, child_type, program, z)
-    tl.store(log_sums + to.at, tl.where(empty, 0.0, top), program.is_vote)
-    tl.store(log_sums + to.count + to.at, tl.log(tl.where(empty, 1.0, total)), program.is_vote)
+    empty = (softmax.begin == softmax.end) & (total == 0)
+    tl.store(log_sums + softmax.at, tl.where(empty, 0.0, top), program.is_vote)
+    tl.store(log_sums + softmax.count + softmax.at, tl.log(tl.where(empty, 1.0, total)), program.is_vote)
 
 
 @triton.jit(do_not_specialize=["group_count", "samples", "zero"])
@@ -96,12 +95,11 @@ def _m_step(layer, agreement, tops, masses, means, variances, group_count, sampl
             if variances is not None:
                 rest = 1 - portion
                 variance = rest[:, None, None] * variance + (rest * portion)[:, None, None] * delta * delta
-    scalar_size, vector_size = size_of_groups(samples, z)
-    tl.store(tops + group * scalar_size + places.at, top, program.is_vote)
-    tl.store(masses + group * scalar_size + places.at, mass * tl.exp(top_a), program.is_vote)
-    tl.store(means + group * vector_size + places.numbers, mean, places.is_own)
-    if variances is not None:
-        tl.store(variances + group * vector_size + places.numbers, variance, places.is_own)
+    to = places_in_group(group, parent_site, program, z)
+    store(tops, to.at, top, program.is_vote)
+    store(masses, to.at, mass * tl.exp(top_a), program.is_vote)
+    store(means, to.numbers, mean, to.is_own)
+    store(variances, to.numbers, variance, to.is_own)
 
 
 @triton.jit(do_not_specialize=["group_count", "samples", "zero"])
@@ -109,28 +107,26 @@ def _over_groups(groups, found, numbers, group_count, samples, zero, z: tl.const
     """Combine the results of `_m_step` for all groups into mass, mean, variance, largest, log_mass and Σ log σ."""
     tops, masses, means, variances = groups
     mass_out, mean_out, variance_out, largest_out, log_mass_out, volume_out = found
-    program, places, out = combining_program(samples, zero, z)
-    scalar_size, vector_size = size_of_groups(samples, z)
+    parent_site, program, places, out = combining_program(samples, zero, z)
     lowest = -3.4028234663852886e38 if z.dtype == tl.float32 else -1.7976931348623157e308  # -∞ - -∞ is NaN
     top = scalar_tile(lowest, z)
     for group in range(group_count):
-        top = tl.maximum(top, tl.load(tops + group * scalar_size + places.at))
+        top = tl.maximum(top, scalars(tops, places_in_group(group, parent_site, program, z)))
     mass = scalar_tile(0, z)
     mean = vector_tile(z)
     variance = vector_tile(z)
     for group in range(group_count):
-        scale = tl.exp(tl.load(tops + group * scalar_size + places.at) - top)
-        weight = tl.load(masses + group * scalar_size + places.at) * scale
+        own = places_in_group(group, parent_site, program, z)
+        weight = scalars(masses, own) * tl.exp(scalars(tops, own) - top)
         before = mass
         mass += weight
         portion = tl.where(weight == 0, 0.0, weight / tl.where(weight == 0, 1.0, mass))[:, None, None]
         # A GPU rounds weight / mass: 1 - portion might not be 0 for the first group.
         rest = tl.where(mass == 0, 0.0, before / tl.where(mass == 0, 1.0, mass))[:, None, None]
-        delta = vectors(means + group * vector_size, places, z) - mean
+        delta = vectors(means, own, z) - mean
         mean += portion * delta
         if variances is not None:
-            found_variance = vectors(variances + group * vector_size, places, z)
-            variance += portion * (found_variance - variance + rest * delta * delta)
+            variance += portion * (vectors(variances, own, z) - variance + rest * delta * delta)
     log_mass = tl.where(mass == 0, float("inf"), tl.log(tl.where(mass == 0, 1.0, mass)))
     store(mass_out, places.at, mass * tl.exp(top), program.is_vote)
     store(largest_out, places.at, top, program.is_vote)

@@ -62,14 +62,14 @@ class Shape:
 
     sites: int
     types: int
-    rows: int
-    inner: int
     parent_sites: int
     parent_types: int
-    columns: int
     transforms: int
-    depth: int
+    rows: int
+    inner: int
+    columns: int
     edges: int
+    depth: int
     types_compete: bool
     none_of_the_above: int
     dtype: tl.dtype
@@ -94,6 +94,10 @@ class Shape:
         return next(block for block in TYPES if -self.own_types % block <= self.own_types / 8)
 
     @cached_property
+    def lanes(self) -> int:
+        return self.block_types * self.block_samples
+
+    @cached_property
     def type_blocks(self) -> int:
         return -(-self.own_types // self.block_types)
 
@@ -104,7 +108,7 @@ class Shape:
 
 
 class Plan:
-    """Everything about a `Problem` that depends on the sizes only.
+    """Everything about a `Problem` that depends on the sizes and the dtype only.
 
     Attributes:
         children, parents: `Shape` for programs whose own types are child types, or parent types.
@@ -117,12 +121,11 @@ class Plan:
     ) -> None:  # fmt: skip
         shapes = Shapes(pose, transform, edge_lists, parent_sites, types, by_sample=False, lanes=1)
         sizes: Any = shapes.sizes
-        batch, sites, child_types, parent_sites, parent_types, transforms, rows, inner, columns, edges, depth = sizes
+        batch, sites, _, parent_sites, parent_types, transforms, rows, _, columns, edges, _ = sizes
         self.scalar, self.vector = shapes.scalar, shapes.vector
         begins = accumulate((3 * edges, sites + 1, parent_sites + 1, edges, transforms + 1))
         blocks = sample_stride(batch), SAMPLES, power_of_2(rows), power_of_2(columns)
-        ordered = (sites, child_types, rows, inner, parent_sites, parent_types, columns, transforms, depth, edges)
-        constants: Any = (*ordered, types, int(none_of_the_above), DTYPES[dtype], *blocks, *begins)
+        constants: Any = (*sizes[1:], types, int(none_of_the_above), DTYPES[dtype], *blocks, *begins)
         self.children = Shape(*constants, of_children=1)
         self.parents = replace(self.children, of_children=0)
         self.sample_blocks = -(-batch // SAMPLES)

@@ -50,6 +50,8 @@ class Softmax(NamedTuple):
 
     at: Any  # offset of each softmax in ``[G, C, B]``, ``[lanes]``
     count: Any  # number of softmaxes, ``G · C · B``
+    begin: Any  # index of the first edge
+    end: Any  # index after the last edge
     competitors: Any  # number of logits in the softmax
 
 
@@ -65,7 +67,7 @@ class Places(NamedTuple):
 @triton.jit
 def program_of(sample_block, type_block, samples, zero, z: tl.constexpr):
     """Return the program with the given blocks of samples and types."""
-    lane = tl.arange(0, z.block_types * z.block_samples)
+    lane = tl.arange(0, z.lanes)
     sample = tl.cast(sample_block, tl.int64) * z.block_samples + lane % z.block_samples
     types = type_block * z.block_types + lane // z.block_samples
     is_vote = (sample < samples) & (types < z.own_types)
@@ -91,13 +93,13 @@ def parent_program(group_count, samples, zero, z: tl.constexpr):
 
 @triton.jit
 def combining_program(samples, zero, z: tl.constexpr):
-    """Return a parent-side `Program` for all groups of children, and the `Places` of its parents.
+    """Return what a parent-side program for all groups of children handles: a site, its `Program`, and two `Places`.
 
     The second `Places` are those in the outputs of the operators, which have no room for `stride` samples.
     """
     site, _, program = parent_program(1, samples, zero, z)
     places = places_of(site, program.types, z.stride, program, z)
-    return program, places, places_of(site, program.types, samples, program, z)
+    return site, program, places, places_of(site, program.types, samples, program, z)
 
 
 @triton.jit
@@ -118,17 +120,6 @@ def ends_of(lists, edge, z: tl.constexpr):
 def edges_of_site(lists, site, z: tl.constexpr):
     """Return the index of a child site's first edge, and the index after the last edge of the site."""
     return tl.load(lists + z.child_begin + site), tl.load(lists + z.child_begin + 1 + site)
-
-
-@triton.jit
-def edges_of_softmax(lists, softmax, z: tl.constexpr):
-    """Return the child site of a softmax, the index of its first edge, and the index after its last edge."""
-    if z.types_compete:
-        site, begin, end = tl.load(lists + softmax), softmax, softmax + 1
-    else:
-        site = softmax
-        begin, end = edges_of_site(lists, site, z)
-    return site, begin, end
 
 
 @triton.jit
@@ -154,12 +145,21 @@ def laid_out_like_votes(at, program, z: tl.constexpr):
 def softmax_of(lists, site, edge, child_type, program, z: tl.constexpr):
     """Return the `Softmax` to which the votes along an edge belong."""
     if z.types_compete:
-        index, competitors = edge, z.parent_types + z.none_of_the_above
+        index, begin, end = edge, edge, edge + 1
     else:
+        index = site
         begin, end = edges_of_site(lists, site, z)
-        index, competitors = site, (end - begin) * z.parent_types + z.none_of_the_above
     at = offsets(index * z.types + child_type, 1, program.samples, program, z)
-    return Softmax(at, program.samples.to(tl.int64) * (z.softmaxes * z.types), competitors)
+    count = program.samples.to(tl.int64) * (z.softmaxes * z.types)
+    return Softmax(at, count, begin, end, (end - begin) * z.parent_types + z.none_of_the_above)
+
+
+@triton.jit
+def softmax_program(lists, samples, zero, z: tl.constexpr):
+    """Return what a child-side program for one softmax per lane handles: a site, a `Softmax`, and its `Program`."""
+    index, program = child_program(z.softmaxes, samples, zero, z)
+    site = tl.load(lists + index) if z.types_compete else index
+    return site, softmax_of(lists, site, index, program.types, program, z), program
 
 
 @triton.jit
@@ -177,10 +177,9 @@ def places_of(site, parent_type, stride, program, z: tl.constexpr):
 
 
 @triton.jit
-def size_of_groups(samples, z: tl.constexpr):
-    """Return the sizes of tensors ``[P, J, B]`` and ``[P, J, R, N, stride]``."""
-    parents, numbers = z.parent_sites * z.parent_types, z.stride * z.rows * z.columns
-    return samples.to(tl.int64) * parents, (samples * 0).to(tl.int64) + parents * numbers
+def places_in_group(group, site, program, z: tl.constexpr):
+    """Return the `Places` of a program's parents in tensors ``[groups, P, J, …]`` of the results for each group."""
+    return places_of(group * z.parent_sites + site, program.types, z.stride, program, z)
 
 
 @triton.jit
@@ -271,13 +270,13 @@ def votes_along(layer, edge, site, kernel, child_type, program, z: tl.constexpr)
 @triton.jit
 def scalar_tile(value, z: tl.constexpr):
     """Return a tile ``[lanes]`` in which every number is the same."""
-    return tl.full([z.block_types * z.block_samples], value, z.dtype)
+    return tl.full([z.lanes], value, z.dtype)
 
 
 @triton.jit
 def vector_tile(z: tl.constexpr):
     """Return a tile ``[lanes, rows, columns]`` of zeros."""
-    return tl.full([z.block_types * z.block_samples, z.block_rows, z.block_columns], 0, z.dtype)
+    return tl.full([z.lanes, z.block_rows, z.block_columns], 0, z.dtype)
 
 
 @triton.jit
