@@ -220,8 +220,8 @@ def test_scores_and_speed_are_compared_on_given_images(tmp_path):
 
 @pytest.mark.slow
 def test_a_compiled_package_runs_in_the_cpp_program_of_the_documentation(tmp_path):
-    if not (shutil.which("cmake") and shutil.which("g++")):
-        pytest.skip("needs cmake and g++")
+    if not (shutil.which("cmake") and shutil.which("g++")) or (torch.version.cuda and not shutil.which("nvcc")):
+        pytest.skip("needs cmake and g++, and for a PyTorch with CUDA also the CUDA toolkit")
     classifier = classifier_of("capsnet", (3, 32, 32), Preprocessing(), decoder=False)
     classifier.model.class_capsules.transform.data *= 60  # scores well above 0
     found = export_classifier(classifier, tmp_path / "photos-compiled.pt2", "aoti")
