@@ -13,8 +13,9 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is n
 def test_all_kernels_compile_for_gpus(tmp_path):
     """Compiles to machine code without a GPU, because the compiler rejects code that the interpreter accepts.
 
-    The compiler must lay out all tiles with samples along a warp, so that the threads of a warp load numbers that are
-    next to each other in memory. Only the sums over samples, which are the gradients of transforms, have other layouts.
+    The compiler must lay out all tiles with one lane in each thread and samples along a warp. So the threads of a warp
+    load numbers that are next to each other in memory, and no instruction loads or stores several samples. Only the
+    sums over samples, which are the gradients of transforms, have other layouts.
     """
     script = """
 import re
@@ -46,21 +47,27 @@ def compiled(kernel, grid):
     def run(*arguments, **options):
         code, name = kernel.warmup(*arguments, grid=grid, **options).asm, kernel.fn.__name__
         assert code["cubin"]
-        threads = set(re.findall(r"threadsPerWarp = \\[(\\d+)", code["ttgir"]))
-        assert threads == {"32"} or name == "_transform_grads", (name, threads)
+        sizes = r".*?".join(name + r" = \\[(\\d+)" for name in ("sizePerThread", "threadsPerWarp", "warpsPerCTA"))
+        found = re.findall(r"#(\\w+) = #ttg.blocked<." + sizes, code["ttgir"])
+        layouts = {layout: tuple(map(int, numbers)) for layout, *numbers in found}
+        used = re.findall(r"tt.load .*, #(\\w+)>", code["ttgir"]) if name == "_transform_grads" else layouts
+        assert {layouts[layout] for layout in used} == {(1, 32, arguments[-1].block_types)}, (name, layouts)
+        assert not re.search(r"st\\.global\\S*\\.v\\d", code["ptx"]), name
         built.append(name)
     return run
 
 
-def run(dtype, parent_types, rows, inner, columns, types, pose_logits=False):
+def run(dtype, parent_types, rows, inner, columns, types, pose_logits=False, child_types=2):
+    torch.set_default_dtype(torch.promote_types(dtype, torch.float32))
     scalar, vector = torch.ones(2, 4, parent_types), torch.ones(2, 4, parent_types, rows, columns)
-    pose, activation = torch.ones(2, 9, 2, rows, inner, dtype=dtype), torch.ones(2, 9, 2, dtype=dtype)
+    pose = torch.ones(2, 9, child_types, rows, inner, dtype=dtype)
+    activation = torch.ones(2, 9, child_types, dtype=dtype)
     agreement, given = (scalar, vector, vector, vector), (scalar, vector, vector)
     if types:
         activation, agreement, given = None, (None, vector, None, None), (scalar, vector, None)
-    transform = torch.ones(4, 2, parent_types, inner, columns, dtype=dtype)
+    transform = torch.ones(4, child_types, parent_types, inner, columns, dtype=dtype)
     if pose_logits:
-        transform = packed(transform, torch.ones(4, 2, parent_types, rows * inner + 1, dtype=dtype))
+        transform = packed(transform, torch.ones(4, child_types, parent_types, rows * inner + 1, dtype=dtype))
     layer, options = (pose, activation, transform, routing_map.edge_lists.values, 4), (types, not types, False)
     even = moments.moments([], *layer, *(None,) * 4, 0.0, 0.0, True, *options, not types, False, None)
     forward = (*layer, *agreement, 0.1, 0.5 * (not types), False, *options, not types, False, None)
@@ -79,6 +86,8 @@ driver.set_active(Absent())
 JITFunction.__getitem__ = compiled
 run(torch.bfloat16, 5, 4, 4, 4, types=False)
 run(torch.float32, 3, 1, 2, 5, types=True)
+run(torch.float64, 4, 4, 4, 4, types=False)
+run(torch.bfloat16, 4, 4, 4, 4, types=True, pose_logits=True, child_types=4)
 for dtype in (torch.bfloat16, torch.float32):
     run(dtype, 5, 4, 4, 4, types=True, pose_logits=True)
 assert len(set(built)) == 10, built

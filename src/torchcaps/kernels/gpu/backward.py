@@ -96,7 +96,7 @@ def _logit_grads(log_c, a, c_grad, record, softmax, is_vote):
 def _sum_over_softmax(layer, record, out, samples, zero, z: tl.constexpr):
     """Compute γ of each softmax."""
     site, softmax, program = softmax_program(layer.lists, samples, zero, z)
-    child_type = program.types
+    child_type = program.own_type
     children = children_of(layer, site, child_type, program, z)
     gamma = scalar_tile(0, z)
     for edge in range(softmax.begin, softmax.end):
@@ -116,7 +116,7 @@ def _sum_at_parents(layer, record, zeroths, firsts, seconds, group_count, sample
     """Compute Σ ḡ_logit, Σ ḡ_logit d and Σ ḡ_logit d² over each group of a parent's children."""
     parent_site, group, program = parent_program(group_count, samples, zero, z)
     is_vote = program.is_vote
-    places = places_of(parent_site, program.types, z.stride, program, z)
+    places = places_of(parent_site, program.own_type, z.stride, program, z)
     parents = parents_of(record, places, z)
     begin, end = own_edges(layer.lists + z.parent_begin + parent_site, group, group_count)
     zeroth = scalar_tile(0, z)
@@ -167,7 +167,7 @@ def _vote_grads(passes, count: tl.constexpr, votes, softmax, places, program, z:
 def _child_grads(layer, passes, count: tl.constexpr, pose_grads, activation_grads, samples, zero, z: tl.constexpr):
     """Compute the gradients of each child's pose and activation."""
     site, program = child_program(z.sites, samples, zero, z)
-    child_type = program.types
+    child_type = program.own_type
     children = children_of(layer, site, child_type, program, z)
     pose_grad = repeated(tl.full([z.lanes, z.block_rows, 1], 0, z.dtype), z.inner)
     activation_grad = scalar_tile(0, z)
@@ -204,7 +204,7 @@ def _transform_grads(layer, passes, count: tl.constexpr, transform_grads, group_
     kernel, parent_type = index // z.type_blocks // z.parent_types, index // z.type_blocks % z.parent_types
     type_block, sample_blocks = index % z.type_blocks, tl.cdiv(samples, z.block_samples)
     first = program_of(0, type_block, samples, zero, z)
-    child_type = first.types
+    child_type = first.own_type
     transforms = transforms_of(layer, kernel, child_type, parent_type, first, z)
     transform_grad = repeated(tl.full([z.lanes, z.block_columns], 0, z.dtype), z.inner)
     weight_grad = repeated(tl.full([z.lanes, z.block_rows, 1], 0, z.dtype), z.inner)

@@ -40,7 +40,7 @@ __all__ = ["couplings", "moments", "moments_backward", "votes_backward"]
 def _logsumexp(layer, agreement, log_sums, samples, zero, z: tl.constexpr):
     """Compute the largest logit of each softmax, and log Σ e^(logit - largest)."""
     site, softmax, program = softmax_program(layer.lists, samples, zero, z)
-    child_type = program.types
+    child_type = program.own_type
     children = children_of(layer, site, child_type, program, z)
     top = scalar_tile(0.0 if z.none_of_the_above else -float("inf"), z)
     total = scalar_tile(1.0 if z.none_of_the_above else 0.0, z)
@@ -66,7 +66,7 @@ def _m_step(layer, agreement, tops, masses, means, variances, group_count, sampl
     Here, the largest c is that of the vote with the largest weight a c. Updating a running mean avoids cancellation.
     """
     parent_site, group, program = parent_program(group_count, samples, zero, z)
-    places = places_of(parent_site, program.types, z.stride, program, z)
+    places = places_of(parent_site, program.own_type, z.stride, program, z)
     parents = parents_of(agreement, places, z)
     begin, end = own_edges(layer.lists + z.parent_begin + parent_site, group, group_count)
     top = scalar_tile(-float("inf"), z)
@@ -145,7 +145,7 @@ def _write_couplings(layer, agreement, out, samples, zero, z: tl.constexpr):
     """Compute the couplings ``[B, J, E, C]``."""
     edge, program = child_program(z.edges, samples, zero, z)
     site, parent_site, kernel = ends_of(layer.lists, edge, z)
-    child_type = program.types
+    child_type = program.own_type
     children = children_of(layer, site, child_type, program, z)
     softmax = softmax_of(layer.lists, site, edge, child_type, program, z)
     for parent_type in range(z.parent_types):

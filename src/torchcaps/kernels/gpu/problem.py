@@ -220,4 +220,5 @@ class Problem:
         if z.block_rows * z.block_columns * self.dtype.itemsize > 64:
             registers = MOST_REGISTERS
         if programs:
-            kernel[(programs,)](*arguments, self.samples, 0, z, num_warps=z.block_types, maxnreg=registers)
+            zero = 0  # see `offsets`
+            kernel[(programs,)](*arguments, self.samples, zero, z, num_warps=z.block_types, maxnreg=registers)

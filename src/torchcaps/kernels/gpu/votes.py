@@ -16,7 +16,7 @@ class Program(NamedTuple):
     """
 
     sample: Any  # offset of the sample of each lane, ``[lanes]``
-    types: Any  # type of each lane, ``[lanes]``
+    own_type: Any  # type of each lane, ``[lanes]``
     is_vote: Any  # mask of lanes
     samples: Any  # number of samples in the batch
     zero: Any  # 0 for each lane, but the compiler does not know this; see `offsets`
@@ -34,7 +34,7 @@ class Transforms(NamedTuple):
 
     rows: Any  # a tuple of tensors ``[lanes, 1, columns]``
     logit_weights: Any  # a tuple with a tensor ``[lanes, rows, 1]`` for each column of a pose
-    logit_bias: Any  # ``[lanes]``
+    logit_bias: Any  # ``[lanes]``, or 0 without weights
 
 
 class Votes(NamedTuple):
@@ -69,10 +69,10 @@ def program_of(sample_block, type_block, samples, zero, z: tl.constexpr):
     """Return the program with the given blocks of samples and types."""
     lane = tl.arange(0, z.lanes)
     sample = tl.cast(sample_block, tl.int64) * z.block_samples + lane % z.block_samples
-    types = type_block * z.block_types + lane // z.block_samples
-    is_vote = (sample < samples) & (types < z.own_types)
-    sample, types, zero = tl.minimum(sample, samples - 1), tl.minimum(types, z.own_types - 1), lane * zero
-    return Program(sample + zero, types, is_vote, samples, zero)
+    own_type = type_block * z.block_types + lane // z.block_samples
+    is_vote = (sample < samples) & (own_type < z.own_types)
+    sample, own_type, zero = tl.minimum(sample, samples - 1), tl.minimum(own_type, z.own_types - 1), lane * zero
+    return Program(sample + zero, own_type, is_vote, samples, zero)
 
 
 @triton.jit
@@ -98,8 +98,8 @@ def combining_program(samples, zero, z: tl.constexpr):
     The second `Places` are those in the outputs of the operators, which have no room for `stride` samples.
     """
     site, _, program = parent_program(1, samples, zero, z)
-    places = places_of(site, program.types, z.stride, program, z)
-    return site, program, places, places_of(site, program.types, samples, program, z)
+    places = places_of(site, program.own_type, z.stride, program, z)
+    return site, program, places, places_of(site, program.own_type, samples, program, z)
 
 
 @triton.jit
@@ -127,7 +127,10 @@ def offsets(index, size, stride, program, z: tl.constexpr):
     """Return the offset of each lane's sample after ``index · size · stride`` numbers; the index may be ``[lanes]``.
 
     The compiler is told that samples are contiguous in memory. So it lays out tiles with samples along a warp and with
-    whole votes in a thread. Because of `zero` it knows no alignment, and never loads several samples into one thread.
+    whole votes in a thread. Offsets are not contiguous where the last sample is repeated and in `laid_out_like_votes`.
+    This does no harm as long as each thread has one lane. The compiler has no reason to give a thread several lanes,
+    because `zero` hides the alignment: every kernel has `zero` in `do_not_specialize`. tests/test_gpu_build.py checks
+    the layouts.
     """
     return tl.max_contiguous(program.sample + index.to(tl.int64) * size * stride, tl.constexpr(z.block_samples))
 
@@ -159,7 +162,7 @@ def softmax_program(lists, samples, zero, z: tl.constexpr):
     """Return what a child-side program for one softmax per lane handles: a site, a `Softmax`, and its `Program`."""
     index, program = child_program(z.softmaxes, samples, zero, z)
     site = tl.load(lists + index) if z.types_compete else index
-    return site, softmax_of(lists, site, index, program.types, program, z), program
+    return site, softmax_of(lists, site, index, program.own_type, program, z), program
 
 
 @triton.jit
@@ -179,7 +182,7 @@ def places_of(site, parent_type, stride, program, z: tl.constexpr):
 @triton.jit
 def places_in_group(group, site, program, z: tl.constexpr):
     """Return the `Places` of a program's parents in tensors ``[groups, P, J, …]`` of the results for each group."""
-    return places_of(group * z.parent_sites + site, program.types, z.stride, program, z)
+    return places_of(group * z.parent_sites + site, program.own_type, z.stride, program, z)
 
 
 @triton.jit
@@ -228,10 +231,11 @@ def logit_bias_at(transforms, z: tl.constexpr):
 
 @triton.jit
 def transforms_of(layer, kernel, child_type, parent_type, program, z: tl.constexpr):
-    """Load `Transforms`. A row of 1, 2 or 4 numbers is loaded with one instruction."""
+    """Load `Transforms`. A row of 1, 2 or 4 numbers that fit into 16 bytes is loaded with one instruction."""
+    bits: tl.constexpr = z.columns * layer.transform.dtype.element_ty.primitive_bitwidth
     transforms, column = transforms_at(kernel, child_type, parent_type, z), tl.arange(0, z.block_columns)[None, None, :]
     at = transforms[:, None, None] + column
-    at = at if 4 % z.columns == 0 else laid_out_like_votes(at, program, z)
+    at = at if 4 % z.columns == 0 and bits <= 128 else laid_out_like_votes(at, program, z)
     rows = ()
     for q in tl.static_range(tl.constexpr(z.inner)):
         row = load(layer.transform + at + q * z.columns, column < z.columns, z.block_columns != z.columns)
@@ -263,7 +267,7 @@ def votes_of(children, transforms, z: tl.constexpr):
 def votes_along(layer, edge, site, kernel, child_type, program, z: tl.constexpr):
     """Return the `Votes` of a child type for the program's own parents along an edge, and their `Softmax`."""
     children = children_of(layer, site, child_type, program, z)
-    transforms = transforms_of(layer, kernel, child_type, program.types, program, z)
+    transforms = transforms_of(layer, kernel, child_type, program.own_type, program, z)
     return votes_of(children, transforms, z), softmax_of(layer.lists, site, edge, child_type, program, z)
 
 
