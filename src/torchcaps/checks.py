@@ -109,6 +109,11 @@ def check_activation(activation: Tensor, pose: Tensor) -> None:
     check_device("activation", activation, pose.device)
 
 
+def _can_be_read_at_once(tensor: Tensor) -> bool:
+    """Return whether a tensor has values on a CPU: reading them does not wait for operations of a GPU."""
+    return tensor.is_cpu and has_values(tensor) and tensor.numel() > 0 and not is_in_torch_dispatch_mode()
+
+
 def check_not_negative(name: str, tensor: Tensor) -> None:
     """Check that no value of a tensor on a CPU is negative, except for rounding errors.
 
@@ -118,7 +123,7 @@ def check_not_negative(name: str, tensor: Tensor) -> None:
     Raises:
         ValueError: a value is below -1e-3.
     """
-    if tensor.is_cpu and has_values(tensor) and tensor.numel() and not is_in_torch_dispatch_mode():
+    if _can_be_read_at_once(tensor):
         least = tensor.detach().amin().item()
         if least < -1e-3:
             raise ValueError(
@@ -147,9 +152,7 @@ def check_reconstructible(images: Tensor, reconstruction: Tensor) -> None:
     Raises:
         ValueError: the pixels of the reconstruction are in [0, 1], and a pixel of the images is not.
     """
-    if not images.is_cpu or not images.numel() or is_in_torch_dispatch_mode():
-        return
-    if not has_values(images) or not has_values(reconstruction.detach()):
+    if not _can_be_read_at_once(images) or not has_values(reconstruction.detach()):
         return
     low, high = bounds(images)
     if low < -0.5 or high > 1.5:
